@@ -10,6 +10,7 @@ import npusim
 import numpy as np
 import pytest
 import torch
+import torch_npu
 
 from tests.npu.processes import run_python
 from tests.parallel.launcher import run_ranks
@@ -19,7 +20,7 @@ from tests.vllm.tiny import TINY, random_weights, write_checkpoint
 from vllm import LLM
 from vllm.ops import reference
 from vllm.ops.contract import DecodeMetadata
-from vllm_ascend.compilation.acl_graph import AclGraphPool, meaning_of_stream_error
+from vllm_ascend.compilation.acl_graph import AclGraphPool, TaskUpdates, meaning_of_stream_error
 from vllm_ascend.ops import rollout_ops
 from vllm_ascend.ops.mla_decode import PAGED_LATENT, PAGED_ROPE
 
@@ -106,7 +107,7 @@ def test_layouts_with_graphs_equal_one_cpu_process(path: str, monkeypatch: pytes
 
 CAPTURE_UNTIL_STREAMS_RUN_OUT = """
     import torch
-    from vllm_ascend.compilation.acl_graph import AclGraphPool, meaning_of_stream_error
+    from vllm_ascend.compilation.acl_graph import AclGraphPool
 
     x, pool = torch.ones(2, device="npu"), AclGraphPool()
     graphs = [pool.capture(lambda: x + 1)]
@@ -161,7 +162,7 @@ def test_captured_attention_follows_lengths_and_tables(dtype: torch.dtype) -> No
 
     eager = attend().cpu()
     renewals: list[Callable[[], None]] = []
-    meta.before_replay = renewals
+    meta.renewals = renewals
     graph = AclGraphPool().capture(attend)
     assert bool(renewals) == (dtype != torch.float32)  # only the paged kernel takes lengths from the host
     for step in [*steps, steps[0]]:
@@ -169,14 +170,40 @@ def test_captured_attention_follows_lengths_and_tables(dtype: torch.dtype) -> No
         meta.seq_lens_host[:] = now.seq_lens_host
         meta.seq_lens.copy_(now.seq_lens)
         meta.block_tables.copy_(now.block_tables)
+        graph.replay()
+        if renewals:  # the graph has not run with the lengths before: it stands still
+            with pytest.raises(RuntimeError, match="waits for an external event that nobody has recorded"):
+                torch.npu.synchronize()
         for renew in renewals:
             renew()
-        graph.replay()
         cache = (torch.cat((latent_pages, rope_pages), dim=-1),)
         expected = reference.mla_decode(q_latent, q_rope, cache, metadata(*step, torch.device("cpu")), scale)
         tolerance = 1e-5 if dtype == torch.float32 else 2e-2
         torch.testing.assert_close(graph.output.cpu(), expected, rtol=tolerance, atol=tolerance)
     assert torch.equal(graph.output.cpu(), eager)
+    graph.release()
+
+
+def test_each_task_group_waits_for_its_own_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 8 layers none runs with the factors before, and they do not ask for the current stream one by one."""
+    x, outs = torch.ones(2, device=DEVICE), [torch.empty(2, device=DEVICE) for _ in range(8)]
+    factors, updates, questions = [1.0] * 8, [], []
+
+    def work() -> torch.Tensor:
+        updates.append(TaskUpdates())
+        for layer, out in enumerate(outs):
+            updates[0].capture(lambda layer=layer, out=out: torch.mul(x, factors[layer], out=out))
+        return torch.stack(outs)
+
+    graph = AclGraphPool().capture(work)
+    current_stream = torch_npu.npu.current_stream
+    monkeypatch.setattr(torch_npu.npu, "current_stream", lambda: questions.append(1) or current_stream())
+    for step in range(1, 4):
+        factors[:] = [step * 10.0 + layer for layer in range(8)]
+        graph.replay()
+        updates[0].renew()
+        assert graph.output[:, 0].tolist() == factors
+        assert len(questions) <= 2 * step  # ours, and one inside torch_npu
     graph.release()
 
 

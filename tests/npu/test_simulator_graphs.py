@@ -136,6 +136,19 @@ def test_a_graph_that_nobody_updates_is_an_error_where_a_device_would_hang() -> 
     assert grouped.result.tolist() == [4.0] * 3
 
 
+def test_an_update_behind_the_replay_that_waits_for_it_is_an_error_where_a_device_would_hang() -> None:
+    grouped = Grouped()
+    grouped.graph.replay()
+    update_stream, grouped.update_stream = grouped.update_stream, torch.npu.current_stream()
+    with pytest.raises(RuntimeError, match="on the stream of a graph that stands still"):
+        grouped.update(3.0)
+    with pytest.raises(RuntimeError, match="on the stream of a graph that stands still"):
+        grouped.event.record(torch.npu.current_stream())
+    grouped.update_stream = update_stream
+    grouped.update(3.0)
+    assert grouped.result.tolist() == [4.0] * 3
+
+
 def test_an_update_may_not_change_the_ops() -> None:
     grouped = Grouped()
     torch.npu.graph_task_update_begin(grouped.update_stream, grouped.group)

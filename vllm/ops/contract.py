@@ -36,8 +36,8 @@ class DecodeMetadata:
     scratch: dict[str, Any] = field(default_factory=dict)  # what an op derives from the metadata, for the other layers
     # A list while the step is captured as a graph, else None. Every replay uses the same metadata with new contents. An
     # op whose captured work holds a host value appends a function that updates this value from seq_lens_host; the
-    # engine calls all of them before each replay.
-    before_replay: list[Callable[[], None]] | None = None
+    # engine launches each replay and then calls all of them, so the captured work waits for its update.
+    renewals: list[Callable[[], None]] | None = None
 
     def as_prefill(self) -> PrefillMetadata:
         """The same sequences as a prefill of one token each; built once for all layers."""

@@ -6,6 +6,7 @@ A capture takes streams of the device, of which it has some two thousand: more w
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -52,24 +53,44 @@ def meaning_of_stream_error(text: str) -> str | None:
     return next((meaning for sign, meaning in STREAM_ERRORS.items() if sign in text.lower()), None)
 
 
-def capture_updatable(launch: Callable[[], None], before_replay: list[Callable[[], None]]) -> None:
-    """Capture the tasks of `launch` and append to `before_replay` the function that replaces them by a new launch.
+class TaskUpdates:
+    """The tasks of one captured graph that hold host arguments, and their update beside each replay.
 
-    `launch` must issue the same tasks on the same tensors every time; only host values may differ. CANN updates tasks
-    in stream order, so those of a graph are up to date when it is replayed on the same stream afterwards
-    (aclmdlRICaptureTaskUpdateBegin; driver 25.0.RC1 or newer).
+    The replay is launched first. It stands still before each task group until the group's event is recorded, which the
+    update does on a stream of its own; an update costs more than a launch, so the layers before run meanwhile. CANN
+    updates tasks in stream order (aclmdlRICaptureTaskUpdateBegin).
     """
-    import torch_npu
 
-    stream = torch_npu.npu.current_stream()
-    torch_npu.npu.graph_task_group_begin(stream)
-    launch()
-    handle = torch_npu.npu.graph_task_group_end(stream)
+    def __init__(self) -> None:
+        """Begins inside the capture: it asks for the current stream, once for all groups."""
+        import torch_npu
 
-    def update() -> None:
-        stream = torch_npu.npu.current_stream()
-        torch_npu.npu.graph_task_update_begin(stream, handle)
+        self._captured_on, self._stream = torch_npu.npu.current_stream(), torch_npu.npu.Stream()
+        self._groups: list[tuple[Callable[[], None], Any, Any]] = []
+        self._replayed: Any = None  # the event behind the last replay
+
+    def capture(self, launch: Callable[[], None]) -> None:
+        """Capture the tasks of `launch`, which must issue the same ones on the same tensors whenever it is called."""
+        import torch_npu
+
+        event = torch_npu.npu.ExternalEvent()
+        event.wait(self._captured_on)
+        event.reset(self._captured_on)
+        torch_npu.npu.graph_task_group_begin(self._captured_on)
         launch()
-        torch_npu.npu.graph_task_update_end(stream)
+        self._groups.append((launch, torch_npu.npu.graph_task_group_end(self._captured_on), event))
 
-    before_replay.append(update)
+    def renew(self) -> None:
+        """Replace the host arguments of all tasks by those that `launch` has now, for the replay launched before."""
+        import torch_npu
+
+        replaying_on = torch_npu.npu.current_stream()
+        if self._replayed is not None:  # the replay before may still run with the old arguments
+            self._stream.wait_event(self._replayed)
+        with torch_npu.npu.stream(self._stream):
+            for launch, tasks, event in self._groups:
+                torch_npu.npu.graph_task_update_begin(self._stream, tasks)
+                launch()
+                torch_npu.npu.graph_task_update_end(self._stream)
+                event.record(self._stream)
+        self._replayed = replaying_on.record_event()

@@ -1,7 +1,7 @@
 """What the decode ops share: attention of one new token per sequence over the pages of a cache, as one kernel, or with
 a mask where they gather the pages.
 
-The kernel takes sequence lengths from the host, which are updated before each replay of a captured step; the mask is
+The kernel takes sequence lengths from the host, which are updated beside each replay of a captured step; the mask is
 computed from those on the device.
 """
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vllm.ops.contract import DecodeMetadata
-from vllm_ascend.compilation.acl_graph import capture_updatable
+from vllm_ascend.compilation.acl_graph import TaskUpdates
 
 
 def paged_attention(
@@ -33,7 +33,7 @@ def paged_attention(
     """
     import torch_npu
 
-    if meta.before_replay is None:
+    if meta.renewals is None:
         out: Tensor = torch_npu.npu_fused_infer_attention_score(
             query,
             k_pages,
@@ -84,7 +84,10 @@ def paged_attention(
             out=[output, no_lse],
         )
 
-    capture_updatable(launch, meta.before_replay)
+    if "task_updates" not in meta.scratch:
+        meta.scratch["task_updates"] = TaskUpdates()
+        meta.renewals.append(meta.scratch["task_updates"].renew)
+    meta.scratch["task_updates"].capture(launch)
     return output
 
 

@@ -1,4 +1,4 @@
-"""Decode steps as captured graphs: fixed input buffers, padded batch sizes, and updates before a replay."""
+"""Decode steps as captured graphs: fixed input buffers, padded batch sizes, and updates beside a replay."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ class _Input:
 
 @dataclass(frozen=True)
 class _DecodeGraph:
-    """The graph of one size and the functions that update the host values in it."""
+    """The graph of one size and the functions that update the host values in it, which its replay waits for."""
 
     graph: CapturedGraph
-    before_replay: list[Callable[[], None]]
+    renewals: list[Callable[[], None]]
 
 
 class DecodeGraphs:
@@ -137,9 +137,9 @@ class DecodeGraphs:
         captured = self._graphs.get(size)
         if captured is None:
             return self._run_and_capture(size, caches)[: len(inputs.token_ids_T)]
-        for update in captured.before_replay:
-            update()
         captured.graph.replay()
+        for renew in captured.renewals:
+            renew()
         return captured.graph.output[: len(inputs.token_ids_T)]
 
     def sleep(self) -> None:
@@ -190,12 +190,12 @@ class DecodeGraphs:
             return self._model.compute_logits(hidden_SH) if self.makes_logits(size) else hidden_SH
 
         output = forward()
-        before_replay: list[Callable[[], None]] = []
-        decode.before_replay = before_replay
+        renewals: list[Callable[[], None]] = []
+        decode.renewals = renewals
         if self._pool is None:
             self._pool = self._platform.graph_pool()
             assert self._pool is not None, self._platform.name
-        self._graphs[size] = _DecodeGraph(self._pool.capture(forward), before_replay)
+        self._graphs[size] = _DecodeGraph(self._pool.capture(forward), renewals)
         self._captured_addresses = self._addresses()
         self.num_captures += 1
         logger.info("captured a decode step of %d sequences", size)

@@ -61,20 +61,21 @@ Tasks replacements;           // the tasks of the update
 std::atomic<bool> recording{false};
 std::atomic<uint32_t> next_graph_id{0};
 
-// One run of a graph that stands still: it goes on at this task of this section.
+// One run of a graph that stands still: it goes on at this task of this section. Its stream stands still with it.
 struct Standstill {
     Graph* graph;
+    aclrtStream stream;
     size_t section, task;
 };
 std::vector<Standstill> standstills;
 
-aclError run_from(Graph* graph, size_t section, size_t task) {
+aclError run_from(Graph* graph, aclrtStream stream, size_t section, size_t task) {
     for (; section < graph->sections.size(); section++, task = 0) {
         for (; task < graph->sections[section]->tasks.size(); task++) {
             const npusim_task current = graph->sections[section]->tasks[task];
             const int code = current.run(current.state);
             if (code == STOPS_HERE) {
-                standstills.push_back({graph, section, task});
+                standstills.push_back({graph, stream, section, task});
                 return ACL_SUCCESS;
             }
             if (code) return code;
@@ -93,8 +94,14 @@ aclError resume_graphs() {
     std::vector<Standstill> to_try;
     to_try.swap(standstills);
     for (const Standstill& still : to_try)
-        if (aclError code = run_from(still.graph, still.section, still.task)) return code;
+        if (aclError code = run_from(still.graph, still.stream, still.section, still.task)) return code;
     return ACL_SUCCESS;
+}
+aclError check_stream_moves(aclrtStream stream, const char* what) {
+    const auto is_behind = [&](const Standstill& still) { return still.stream == stream; };
+    if (capturing() || std::none_of(standstills.begin(), standstills.end(), is_behind)) return ACL_SUCCESS;
+    return fail(507000, "%s on the stream of a graph that stands still, so behind it: a device would wait for ever; use "
+                "another stream", what);
 }
 aclError check_nothing_is_stuck(const char* what) {
     if (standstills.empty() || capturing()) return ACL_SUCCESS;
@@ -153,10 +160,10 @@ aclError aclmdlRIGetId(aclmdlRI, uint32_t* id) {
     *id = next_graph_id++;
     return ACL_SUCCESS;
 }
-aclError aclmdlRIExecuteAsync(aclmdlRI graph, aclrtStream) {
+aclError aclmdlRIExecuteAsync(aclmdlRI graph, aclrtStream stream) {
     if (capturing()) return fail(107027, "a graph cannot be replayed inside a capture");
     if (aclError code = check_nothing_is_stuck("a graph is replayed")) return code;
-    return run_from(static_cast<Graph*>(graph), 0, 0);
+    return run_from(static_cast<Graph*>(graph), stream, 0, 0);
 }
 aclError aclmdlRIDestroy(aclmdlRI graph) {
     standstills.erase(std::remove_if(standstills.begin(), standstills.end(), [&](const Standstill& s) { return s.graph == graph; }),
@@ -180,7 +187,8 @@ aclError aclmdlRICaptureTaskGrpEnd(aclrtStream, aclrtTaskGrp* handle) {
     captured->add_section(false);
     return ACL_SUCCESS;
 }
-aclError aclmdlRICaptureTaskUpdateBegin(aclrtStream, aclrtTaskGrp handle) {
+aclError aclmdlRICaptureTaskUpdateBegin(aclrtStream stream, aclrtTaskGrp handle) {
+    if (aclError code = check_stream_moves(stream, "an update of tasks")) return code;
     std::lock_guard<std::mutex> lock(mutex);
     if (captured || updated) return fail(107032, "an update begins inside a capture or another update");
     updated = reinterpret_cast<Section*>(handle);

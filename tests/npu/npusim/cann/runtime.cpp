@@ -82,7 +82,8 @@ using Ordering = std::function<int()>;  // 0 or STOPS_HERE
 int run_ordering(void* state) { return (*static_cast<Ordering*>(state))(); }
 void drop_ordering(void* state) { delete static_cast<Ordering*>(state); }
 
-aclError submit(const char* name, Ordering work) {
+aclError submit(const char* name, aclrtStream stream, Ordering work) {
+    if (aclError code = check_stream_moves(stream, name)) return code;
     if (capturing()) return npusim_record({run_ordering, nullptr, drop_ordering, new Ordering(std::move(work)), name});
     if (work() == STOPS_HERE)
         return fail(507000, "%s: it has not happened yet, and the simulator runs streams at once: do it first", name);
@@ -249,32 +250,32 @@ aclError aclrtDestroyEvent(aclrtEvent event) {
     delete static_cast<SharedEvent*>(event);
     return ACL_SUCCESS;
 }
-aclError aclrtRecordEvent(aclrtEvent e, aclrtStream) {
-    return submit("record event", [event = as_event(e)] {
+aclError aclrtRecordEvent(aclrtEvent e, aclrtStream stream) {
+    return submit("record event", stream, [event = as_event(e)] {
         event->is_recorded = true;
         event->nanoseconds = now();
         return 0;
     });
 }
-aclError aclrtResetEvent(aclrtEvent e, aclrtStream) {
-    return submit("reset event", [event = as_event(e)] {
+aclError aclrtResetEvent(aclrtEvent e, aclrtStream stream) {
+    return submit("reset event", stream, [event = as_event(e)] {
         event->is_recorded = false;
         return 0;
     });
 }
-aclError aclrtStreamWaitEvent(aclrtStream, aclrtEvent e) {
-    return submit("wait for event", [event = as_event(e)] {
+aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent e) {
+    return submit("wait for event", stream, [event = as_event(e)] {
         return event->is_external && !event->is_recorded ? STOPS_HERE : 0;
     });
 }
-aclError aclrtValueWrite(void* address, uint64_t value, uint32_t, aclrtStream) {
-    return submit("write value", [=] {
+aclError aclrtValueWrite(void* address, uint64_t value, uint32_t, aclrtStream stream) {
+    return submit("write value", stream, [=] {
         *static_cast<volatile uint64_t*>(address) = value;
         return 0;
     });
 }
-aclError aclrtValueWait(void* address, uint64_t value, uint32_t, aclrtStream) {
-    return submit("wait for value", [=] { return *static_cast<volatile uint64_t*>(address) == value ? 0 : STOPS_HERE; });
+aclError aclrtValueWait(void* address, uint64_t value, uint32_t, aclrtStream stream) {
+    return submit("wait for value", stream, [=] { return *static_cast<volatile uint64_t*>(address) == value ? 0 : STOPS_HERE; });
 }
 aclError aclrtSynchronizeEvent(aclrtEvent) { return ACL_SUCCESS; }
 aclError aclrtQueryEventStatus(aclrtEvent, aclrtEventRecordedStatus* status) {

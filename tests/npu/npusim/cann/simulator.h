@@ -47,6 +47,7 @@ bool capturing();  // is any stream of this process recording?
 // a device the host would now wait for ever.
 aclError resume_graphs();
 aclError check_nothing_is_stuck(const char* what);
+aclError check_stream_moves(aclrtStream stream, const char* what);  // refuses work that such a graph would have to wait for
 constexpr int STOPS_HERE = -1;  // a task's answer: the graph cannot go on yet
 
 }  // namespace npusim
