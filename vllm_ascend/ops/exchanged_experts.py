@@ -79,8 +79,8 @@ def capture_problem(config: VllmConfig) -> str | None:
     if tokens <= at_once:
         return None
     return (
-        f"cudagraph_capture_sizes up to {largest} with expert_exchange='dispatch': {tokens} tokens of a rank do not fit "
-        f"one call, {at_once} do; raise HCCL_BUFFSIZE or capture smaller sizes"
+        f"cudagraph_capture_sizes up to {largest} with expert_exchange='dispatch': {tokens} tokens of a rank do not "
+        f"fit one call, {at_once} do; raise HCCL_BUFFSIZE or capture smaller sizes"
     )
 
 
