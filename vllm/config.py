@@ -70,6 +70,8 @@ class ParallelConfig:
     # How tokens reach experts on other ranks: every rank gets all tokens and one all-reduce sums the results
     # ("all_gather"), or tokens are sent to the ranks of their experts and back ("dispatch").
     expert_exchange: str = "all_gather"
+    # With "dispatch": TP ranks share the tokens of an expert layer out among themselves from attention's output on.
+    use_sequence_parallel_moe: bool = False
     force_load_balancing: bool = False  # for benchmarks: every expert gets as many tokens
     first_rank: int = 0  # the first torch.distributed rank that has an engine; `rank` counts from it
 
@@ -89,6 +91,11 @@ class ParallelConfig:
     @property
     def expert_parallel_size(self) -> int:
         return self.ranks_per_instance if self.enable_expert_parallel else 1
+
+    @property
+    def shares_tokens(self) -> bool:
+        """Whether each TP rank computes the expert layers of its own share of a replica's tokens alone."""
+        return self.use_sequence_parallel_moe and self.tensor_parallel_size > 1
 
     @property
     def rebalance_steps(self) -> int:
@@ -226,6 +233,8 @@ def _parallel_problems(parallel: ParallelConfig, hf: HFConfig) -> list[str]:
         )
     if parallel.expert_exchange != "all_gather" and not parallel.enable_expert_parallel:
         problems.append(f"expert_exchange={parallel.expert_exchange!r} needs enable_expert_parallel=True")
+    if parallel.use_sequence_parallel_moe and parallel.expert_exchange != "dispatch":
+        problems.append("use_sequence_parallel_moe=True needs expert_exchange='dispatch'")
     problems += hf.tp_problems(tp)
     if parallel.enable_expert_parallel and not hf.n_routed_experts:
         problems.append(f"enable_expert_parallel=True: {hf.architecture} has no experts; leave it out")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.parallel.launcher import run_ranks
-from tests.vllm.test_parallel import ALL, DISPATCH, EXPERTS, SHARES, run_engines
+from tests.vllm.test_parallel import ALL, DISPATCH, EXPERTS, SHARES, SHARES_TOKENS, run_engines
 from tests.vllm.tiny import write_checkpoint
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.engine.arg_utils import EngineArgs
@@ -122,7 +122,7 @@ TP_DP = {
     "device": "npu",
     "rollout_ops": "vllm_ascend.ops:rollout_ops",
 }
-LAYOUTS: list[Any] = [(TP_DP | way, SHARES) for way in (EXPERTS, DISPATCH)]
+LAYOUTS: list[Any] = [(TP_DP | way, SHARES) for way in (EXPERTS, DISPATCH, SHARES_TOKENS)]
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +135,7 @@ def engines(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[A
     """Of every rank: samples in float32, and those of a bfloat16 model of the kernels' sizes, also in graphs."""
     wide = write_checkpoint(tmp_path_factory.mktemp("wide"), hidden_size=1024, num_hidden_layers=2)
     wide_args = [llm_args | {"dtype": "bfloat16"} for llm_args, _ in LAYOUTS]
-    wide_args.append(wide_args[-1] | {"enforce_eager": False})
+    wide_args += [llm_args | {"enforce_eager": False} for llm_args in wide_args[1:]]
     return run_on_npus(run_both, WORLD, tiny, LAYOUTS, wide, wide_args, timeout_s=500)
 
 
@@ -151,15 +151,18 @@ def test_generation_over_tp_dp_and_ep_equals_one_cpu_process(tiny: str, engines:
 
 
 def test_a_bfloat16_engine_runs_the_kernels(engines: list[tuple[Any, Any]]) -> None:
-    """Both ways give the same distribution up to bfloat16's rounding."""
-    for _, ((gathered, _), (dispatched, ran), _) in engines:
-        assert ran >= KERNELS
-        for (tokens, logprobs), (other_tokens, other_logprobs) in zip(gathered, dispatched, strict=True):
-            assert tokens[0] == other_tokens[0] and logprobs[0] == pytest.approx(other_logprobs[0], abs=0.05)
+    """All ways give the same distribution up to bfloat16's rounding."""
+    for _, ((gathered, _), *others) in engines:
+        for dispatched, ran in others[:2]:
+            assert ran >= KERNELS
+            for (tokens, logprobs), (other_tokens, other_logprobs) in zip(gathered, dispatched, strict=True):
+                assert tokens[0] == other_tokens[0] and logprobs[0] == pytest.approx(other_logprobs[0], abs=0.05)
 
 
-def test_dispatch_in_captured_steps_equals_eager_ones(engines: list[tuple[Any, Any]]) -> None:
-    for _, (_, (eager, _), (captured, _)) in engines:
+@pytest.mark.parametrize("way", [0, 1], ids=["tokens on all TP ranks", "tokens shared out"])
+def test_dispatch_in_captured_steps_equals_eager_ones(way: int, engines: list[tuple[Any, Any]]) -> None:
+    for _, (_, *dispatched) in engines:
+        (eager, _), (captured, _) = dispatched[way], dispatched[2 + way]
         assert [tokens for tokens, _ in captured] == [tokens for tokens, _ in eager]
         for (_, logprobs), (_, eager_logprobs) in zip(captured, eager, strict=True):
             assert logprobs == pytest.approx(eager_logprobs, abs=1e-2)  # another batch size, another rounding

@@ -46,6 +46,12 @@ SHARED_EXPERTS: dict[str, dict[str, Any]] = {
     "dp2 ep2": {"data_parallel_size": 2, "enable_expert_parallel": True, "max_num_batched_tokens": 16},
     "dp2 ep2, preempted": {"data_parallel_size": 2, "enable_expert_parallel": True} | TIGHT,
     "tp2 ep2": {"tensor_parallel_size": 2, "enable_expert_parallel": True, "expert_exchange": "dispatch"},
+    "tp2 ep2, tokens shared out": {
+        "tensor_parallel_size": 2,
+        "enable_expert_parallel": True,
+        "expert_exchange": "dispatch",
+        "use_sequence_parallel_moe": True,
+    },
 }
 
 

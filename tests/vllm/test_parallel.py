@@ -58,6 +58,7 @@ ALL = list(range(NUM_PROMPTS))
 SHARES = [[0, 3], [i for i in ALL if i not in (0, 3)]]
 EXPERTS = {"enable_expert_parallel": True}
 DISPATCH = EXPERTS | {"expert_exchange": "dispatch"}
+SHARES_TOKENS = DISPATCH | {"use_sequence_parallel_moe": True}
 LAYOUTS: dict[int, list[tuple[dict[str, Any], list[list[int]]]]] = {
     2: [
         ({"tensor_parallel_size": 2}, [ALL]),
@@ -65,10 +66,13 @@ LAYOUTS: dict[int, list[tuple[dict[str, Any], list[list[int]]]]] = {
         ({"data_parallel_size": 2} | EXPERTS, SHARES),
         ({"tensor_parallel_size": 2} | DISPATCH, [ALL]),
         ({"data_parallel_size": 2} | DISPATCH, SHARES),
+        ({"tensor_parallel_size": 2} | SHARES_TOKENS, [ALL]),
     ],
     4: [
         ({"tensor_parallel_size": 2, "data_parallel_size": 2} | EXPERTS, SHARES),
         ({"tensor_parallel_size": 2, "data_parallel_size": 2} | DISPATCH, SHARES),
+        ({"tensor_parallel_size": 2, "data_parallel_size": 2} | SHARES_TOKENS, SHARES),
+        ({"tensor_parallel_size": 4} | SHARES_TOKENS, [ALL]),
         ({"tensor_parallel_size": 2}, SHARES),  # two engines that know nothing of each other
     ],
 }
@@ -118,8 +122,8 @@ def balanced_loads(path: str, llm_args: dict[str, Any]) -> list[int]:
 def test_forced_balance_gives_every_expert_the_same_load(checkpoint: str) -> None:
     alone = balanced_loads(checkpoint, {})
     assert max(alone) == min(alone) > 0, alone
-    layouts = [{"tensor_parallel_size": 2} | args for args in (EXPERTS, DISPATCH)]
-    assert run_ranks(balanced_loads_of, 2, checkpoint, layouts, timeout_s=150) == [[alone, alone]] * 2
+    layouts = [{"tensor_parallel_size": 2} | args for args in (EXPERTS, DISPATCH, SHARES_TOKENS)]
+    assert run_ranks(balanced_loads_of, 2, checkpoint, layouts, timeout_s=150) == [[alone, alone, alone]] * 2
 
 
 def test_balanced_logits_are_those_of_training() -> None:

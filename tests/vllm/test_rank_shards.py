@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,11 @@ def test_every_rank_of_every_layout(name: str, quantization: str | None, tmp_pat
     (tmp_path / "config.json").write_text(json.dumps(MODEL_CONFIGS[name]))
     hf = load_config(str(tmp_path))
     for tp, dp, world_size, is_expert_parallel in LAYOUTS:
-        for rank in range(world_size):
-            config = ParallelConfig(tp, dp, is_expert_parallel, rank, world_size)
+        ways = product(range(world_size), {False, is_expert_parallel and tp > 1})
+        for rank, shares_tokens in ways:
+            config = ParallelConfig(
+                tp, dp, is_expert_parallel, rank, world_size, use_sequence_parallel_moe=shares_tokens
+            )
             views = views_of(hf, config, quantization)
             owned = dict(item for name, view in views.items() for item in view.shards(name))
             assert rank_shards(hf, config, torch.float32, quantization) == owned

@@ -32,6 +32,7 @@ WAYS: dict[str, dict[str, Any]] = {
 LAYOUTS: list[dict[str, Any]] = [
     {"tensor_parallel_size": 2},
     {"tensor_parallel_size": 2, "expert_exchange": "dispatch"} | EXPERTS,
+    {"tensor_parallel_size": 2, "expert_exchange": "dispatch", "use_sequence_parallel_moe": True} | EXPERTS,
     {"data_parallel_size": 2} | EXPERTS,
     {"data_parallel_size": 2, "expert_exchange": "dispatch", "rebalance_interval": 2} | EXPERTS,
     {"data_parallel_size": 2, "rebalance_interval": 2},

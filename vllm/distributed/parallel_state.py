@@ -19,8 +19,9 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 GROUP_PREFIX = "rollout_"  # of the groups' names: training has groups called tp and dp, too
 GroupOptions = Callable[[str], Any]
 
-# torch 2.13 warns about the old name, 2.5 has only that one.
+# torch 2.13 warns about the old names, 2.5 has only those.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,14 @@ class GroupCoordinator:
             sent_as = torch.int32 if x.dtype == torch.int64 else x.dtype
             _all_gather(gathered.view(-1).view(sent_as), x.contiguous().view(-1).view(sent_as), group=self.group)
         return gathered
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """[n, ...] of [G n, ...]: this rank's part of the sum over the group."""
+        if self.group is None:
+            return x
+        part = x.new_empty(len(x) // self.world_size, *x.shape[1:])
+        _reduce_scatter(part, x.contiguous(), group=self.group)
+        return part
 
     def all_to_all(
         self, x: Tensor, sent_counts: list[int] | None = None, received_counts: list[int] | None = None

@@ -58,6 +58,9 @@ class EngineArgs:
     kv_cache_layout: str = option("nd", "memory layout of a KV block: nd or nz")
     enable_return_routed_experts: bool = option(False, "return CompletionOutput.routed_experts, for replay in training")
     expert_exchange: str = option("all_gather", "how tokens reach experts of other ranks: all_gather or dispatch")
+    use_sequence_parallel_moe: bool = option(
+        False, "with dispatch: TP ranks share out the tokens of expert layers, and each holds the shared experts whole"
+    )
     force_load_balancing: bool = option(False, "benchmarks: every expert gets as many tokens, whatever the router says")
     enable_sleep_mode: bool = option(True, "allow LLM.sleep and wake_up")
     enforce_eager: bool | None = option(

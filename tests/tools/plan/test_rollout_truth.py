@@ -63,6 +63,10 @@ CASES: dict[str, tuple[int, list[str]]] = {
     "dp2, experts by dispatch": (2, [f"{ROLLOUT}.expert_exchange=dispatch"]),
     "tp2 x dp2": (4, TP2),
     "tp2 x dp2, experts by dispatch": (4, [*TP2, f"{ROLLOUT}.expert_exchange=dispatch"]),
+    "tp2 x dp2, tokens shared out": (
+        4,
+        [*TP2, f"{ROLLOUT}.expert_exchange=dispatch", f"{ROLLOUT}.use_sequence_parallel_moe=True"],
+    ),
     "ops of a gpu": (2, REFERENCE),
     "ops of a gpu, experts by dispatch": (2, [*REFERENCE, f"{ROLLOUT}.expert_exchange=dispatch"]),
     "weights in fp8": (2, [*TP2, f"{ROLLOUT}.quantization=fp8"]),

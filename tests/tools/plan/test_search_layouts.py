@@ -11,7 +11,7 @@ import pytest
 from megatron.core.parallel_layout import ParallelLayout
 from tools.plan.devices import load_device
 from tools.plan.search.bound import Bounds, RolloutKnobs
-from tools.plan.search.layouts import layer_lists, rollout_layouts, training_layouts
+from tools.plan.search.layouts import layer_lists, rollout_layouts, rollout_settings, training_layouts
 from tools.plan.search.overrides import overrides_of
 from tools.plan.search.rank import Ranking, own_candidate, ranking
 from tools.plan.search.weights import rollout_rank, training_stage
@@ -85,6 +85,16 @@ def test_weights_add_up_to_the_model() -> None:
     whole = ParallelLayout()
     assert sum(training_stage(run.hf, whole, 0)) == 671_026_404_352  # and 58 x 256 biases of the gates
     assert sum(rollout_rank(run.hf, 1, 1)) == 671_026_404_352
+    whole_shared = sum(rollout_rank(run.hf, 2, 256, shares_tokens=True)) - sum(rollout_rank(run.hf, 2, 256))
+    assert whole_shared == 58 * 3 * 7168 * 2048 // 2
+
+
+def test_a_run_that_shares_tokens_is_searched_with_dispatch_alone() -> None:
+    run, shape, _ = planned(A3)
+    rollout = "actor_rollout_ref.rollout"
+    given = run.changed([f"{rollout}.expert_exchange=dispatch", f"{rollout}.use_sequence_parallel_moe=true"])
+    assert {knobs.expert_exchange for knobs in rollout_settings(given, shape.rollout)} == {"dispatch"}
+    assert not rollout_settings(given, replace(shape.rollout, has_expert_parallel=False))
 
 
 @pytest.mark.parametrize("which", RANKED)

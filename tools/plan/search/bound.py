@@ -101,7 +101,8 @@ class Bounds:
 
     def rollout_weights(self, rollout: RolloutShape) -> float:
         """Bytes of weights on a rollout rank."""
-        parameters, routers = rollout_rank(self.hf, rollout.tp, rollout.expert_ranks)
+        shares_tokens = self.settings.use_sequence_parallel_moe
+        parameters, routers = rollout_rank(self.hf, rollout.tp, rollout.expert_ranks, shares_tokens)
         return parameters * rollout.weight_bytes + routers * ROUTER_BYTES
 
     def host_bytes(self, shape: RunShape) -> float:

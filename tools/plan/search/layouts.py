@@ -107,13 +107,18 @@ def rollout_layouts(run: PlannedRun, own: RolloutShape) -> Iterator[RolloutShape
 
 
 def rollout_settings(run: PlannedRun, shape: RolloutShape) -> list[RolloutKnobs]:
-    """The config's settings first, then what needs less memory: the other exchange, and smaller prefill steps."""
+    """The config's settings first, then what needs less memory: the other exchange, and smaller prefill steps.
+
+    With ``use_sequence_parallel_moe`` tokens are dispatched or there are no settings.
+    """
     own = RolloutKnobs.of(run.config)
     exchanges = ["all_gather"]
     if shape.has_expert_parallel and _can_dispatch(run.hf, run.device, shape):
         exchanges.append("dispatch")
     if own.expert_exchange in exchanges:
         exchanges.sort(key=lambda name: name != own.expert_exchange)
+    if run.config.actor_rollout_ref.rollout.use_sequence_parallel_moe:
+        exchanges.remove("all_gather")
     tokens = [own.max_num_batched_tokens]
     while tokens[-1] >= 2 * LEAST_PREFILL_TOKENS and run.config.actor_rollout_ref.rollout.enable_chunked_prefill:
         tokens.append(tokens[-1] // 2)

@@ -28,9 +28,14 @@ def training_stage(hf: HFModelConfig, layout: ParallelLayout, stage: int) -> tup
 
 
 @lru_cache(maxsize=512)
-def rollout_rank(hf: HFModelConfig, tp: int, expert_ranks: int) -> tuple[int, int]:
-    """(all but the gates of MoE layers, those gates) on a rollout rank; experts split or cut over ``expert_ranks``."""
+def rollout_rank(hf: HFModelConfig, tp: int, expert_ranks: int, shares_tokens: bool = False) -> tuple[int, int]:
+    """(all but the gates of MoE layers, those gates) on a rollout rank; experts split or cut over ``expert_ranks``.
+
+    shares_tokens: ``use_sequence_parallel_moe``, every rank then has the shared experts whole.
+    """
     cut, whole, experts = _layers(hf, tuple(map(hf.is_moe_layer, range(hf.num_hidden_layers))), False)
+    shared = int(hf.num_moe_layers * model_work(hf).layer.shared) if shares_tokens else 0
+    cut, whole = cut - shared, whole + shared
     cut += hf.vocab_size * hf.hidden_size * (1 if hf.tie_word_embeddings else 2)
     routers = hf.num_moe_layers * hf.hidden_size * hf.n_routed_experts
     return cut // tp + whole + hf.hidden_size + experts // expert_ranks - routers, routers

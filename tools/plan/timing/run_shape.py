@@ -215,7 +215,7 @@ class RunShape:
                 weight_bytes={"fp8": 1.0}.get(rollout.quantization or "", 4.0 if rollout.dtype == "float32" else 2.0),
                 has_graphs=not rollout.enforce_eager,
                 graph_sizes=_graph_sizes(rollout, trainer.device),
-                lacks=("multistream", "reduce_scatter") + (() if rollout.kv_cache_layout == "nz" else ("kv_nz",)),
+                lacks=_lacking(rollout),
             ),
             has_reference=config.use_reference_policy,
             has_old_log_prob=config.needs_old_log_prob,
@@ -226,6 +226,12 @@ class RunShape:
         if problems := shape.problems():
             raise ValueError(f"{name} cannot be timed:\n" + "\n".join(f"  - {problem}" for problem in problems))
         return shape
+
+
+def _lacking(rollout: RolloutConfig) -> tuple[str, ...]:
+    """Which of ``DECODE_FEATURES`` a rollout does not have."""
+    has = {"reduce_scatter": rollout.use_sequence_parallel_moe, "kv_nz": rollout.kv_cache_layout == "nz"}
+    return ("multistream", *(name for name, is_on in has.items() if not is_on))
 
 
 def default_lengths(config: PPOTrainerConfig) -> Lengths:

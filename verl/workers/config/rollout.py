@@ -68,6 +68,8 @@ class RolloutConfig(Section):
         kv_cache_layout: ``nd``, or ``nz`` on an NPU.
         expert_exchange: how tokens reach the experts of other ranks: ``all_gather`` sends all to all ranks,
             ``dispatch`` sends each to its experts.
+        use_sequence_parallel_moe: with ``dispatch``, share the tokens of expert layers out among the tensor-parallel
+            ranks from attention's output on: half of what their all-reduces send, but shared experts whole on each.
         fix_router: give every expert the same number of tokens, as ``actor.megatron.fix_router``.
         rebalance_interval: engine steps between two rounds of moving requests between data-parallel replicas; 0 means
             never.
@@ -121,6 +123,7 @@ class RolloutConfig(Section):
     num_gpu_blocks_override: int | None = None
     kv_cache_layout: str = "nd"
     expert_exchange: str = "all_gather"
+    use_sequence_parallel_moe: bool = False
     fix_router: bool = False
     rebalance_interval: int = 0
     enable_rollout_routing_replay: bool = False
@@ -149,6 +152,8 @@ class RolloutConfig(Section):
             found.append(
                 f"{where}.expert_exchange is {self.expert_exchange!r}; it needs {where}.enable_expert_parallel=True"
             )
+        if self.use_sequence_parallel_moe and self.expert_exchange != "dispatch":
+            found.append(f"{where}.use_sequence_parallel_moe is True; it needs {where}.expert_exchange=dispatch")
         sizes = self.cudagraph_capture_sizes
         if sizes is not None and (not sizes or min(sizes) < 1 or max(sizes) > self.max_num_seqs):
             found.append(

@@ -49,8 +49,16 @@ class GroupedQueryAttention(nn.Module):
         self.q_norm, self.k_norm = Norm(hf.head_dim), Norm(hf.head_dim)
         self.o_proj = RowParallelLinear(hf.num_attention_heads * hf.head_dim, hf.hidden_size, ops, parallel.tp)
 
-    def forward(self, x_TH: Tensor, cos_TD: Tensor, sin_TD: Tensor, cache: KVCache, context: ForwardContext) -> Tensor:
-        """[T, H] -> [T, H]; writes the tokens' keys and values to the cache."""
+    def forward(
+        self,
+        x_TH: Tensor,
+        cos_TD: Tensor,
+        sin_TD: Tensor,
+        cache: KVCache,
+        context: ForwardContext,
+        reduce: bool = True,
+    ) -> Tensor:
+        """[T, H] -> [T, H], summed over TP unless the caller does; writes the tokens' keys and values to the cache."""
         ops, split, parts = self.ops, context.num_decode_tokens, []
         norms = (self.q_norm.weight, self.k_norm.weight, self.eps)
         q_TND = ops.norm_rope_write_gqa(cache, self.qkv_proj(x_TH), *norms, cos_TD, sin_TD, context.slots_T)
@@ -59,7 +67,7 @@ class GroupedQueryAttention(nn.Module):
         if context.prefill is not None:
             parts.append(ops.gqa_prefill(q_TND[split:], cache, context.prefill, self.scale))
         out_TND = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return self.o_proj(out_TND.reshape(len(x_TH), -1))
+        return self.o_proj(out_TND.reshape(len(x_TH), -1), reduce)
 
     def weight_views(self, prefix: str) -> dict[str, WeightView]:
         return {

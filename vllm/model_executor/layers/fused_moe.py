@@ -6,6 +6,9 @@ With expert parallel, the experts are split over all TP x DP ranks, and tokens r
               over the EP group sums the contributions; each replica keeps its own rows.
   dispatch    the TP ranks of a replica share its tokens out among themselves, each sends its part to the ranks that
               hold the chosen experts and gets the results back, and one all-reduce over TP puts the parts together.
+              With `use_sequence_parallel_moe` they share them out before: attention's output is reduce-scattered over
+              TP, norm and shared experts (whole on every rank) see a rank's own tokens, and one all-gather puts the
+              layer's results together. That is half of what the two all-reduces send.
 Without, every expert is split over TP along its width and replicas have nothing to do with each other.
 """
 
@@ -16,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vllm.distributed.parallel_state import ParallelState
+from vllm.distributed.parallel_state import GroupCoordinator, ParallelState
 from vllm.forward_context import ForwardContext
 from vllm.model_executor.layers.linear import (
     ALONE,
@@ -25,6 +28,7 @@ from vllm.model_executor.layers.linear import (
     empty_parameter,
     local_slice,
 )
+from vllm.model_executor.layers.token_share import TokenShare
 from vllm.model_executor.model_loader.weight_view import WeightView, view_of
 from vllm.ops.contract import KVCache, RolloutOps
 from vllm.ops.weights import dense
@@ -32,13 +36,13 @@ from vllm.transformers_utils.config import DeepseekV3Config, HFConfig
 
 
 class DeepseekMLP(nn.Module):
-    """down(silu(gate x) * up x), its width split over TP."""
+    """down(silu(gate x) * up x), its width split over TP (not split with tp=ALONE)."""
 
-    def __init__(self, hidden: int, width: int, parallel: ParallelState, ops: RolloutOps) -> None:
+    def __init__(self, hidden: int, width: int, tp: GroupCoordinator, ops: RolloutOps) -> None:
         super().__init__()
         self.ops = ops
-        self.gate_up_proj = ColumnParallelLinear(hidden, [width, width], ops, parallel.tp)
-        self.down_proj = RowParallelLinear(width, hidden, ops, parallel.tp)
+        self.gate_up_proj = ColumnParallelLinear(hidden, [width, width], ops, tp)
+        self.down_proj = RowParallelLinear(width, hidden, ops, tp)
 
     def forward(self, x_TH: Tensor, reduce: bool = True) -> Tensor:
         return self.down_proj(self.ops.silu_and_mul(self.gate_up_proj(x_TH)), reduce)
@@ -77,7 +81,17 @@ class FusedMoE(nn.Module):
         self.shared_experts = None
         if hf.n_shared_experts:
             shared_width = hf.moe_intermediate_size * hf.n_shared_experts
-            self.shared_experts = DeepseekMLP(hf.hidden_size, shared_width, parallel, ops)
+            shared_group = ALONE if self.shares_tokens else parallel.tp
+            self.shared_experts = DeepseekMLP(hf.hidden_size, shared_width, shared_group, ops)
+
+    @property
+    def shares_tokens(self) -> bool:
+        """Whether the layer calls `of_share` instead of this module, when it has tokens."""
+        return self.parallel.config.shares_tokens
+
+    def token_share(self, num_tokens: int, context: ForwardContext) -> TokenShare:
+        """This rank's share of a step's tokens; every rank of the exchange has as many rows."""
+        return TokenShare.of(self.parallel.tp, num_tokens, max(context.dp_token_counts))
 
     def forward(self, x_TH: Tensor, context: ForwardContext) -> Tensor:
         """[T, H] -> [T, H]. In lock-step every rank calls it, with T = 0 when it has nothing to do."""
@@ -85,7 +99,7 @@ class FusedMoE(nn.Module):
         if longest == 0:
             return x_TH
         if self.parallel.exchange.world_size > 1:
-            return self._dispatched(x_TH, longest, context)
+            return self._dispatched(x_TH, context)
         if not self.parallel.config.steps_in_lockstep:
             out_TH = self._routed(x_TH, context, slice(None))
             self._add_shared(out_TH, x_TH)
@@ -100,24 +114,28 @@ class FusedMoE(nn.Module):
         self.parallel.ep.all_reduce(out_GSH)
         return own_TH
 
-    def _dispatched(self, x_TH: Tensor, longest: int, context: ForwardContext) -> Tensor:
-        """`longest`: tokens of the replica that has most; every rank of the group sends as many rows."""
-        tp = self.parallel.tp
-        num_rows = -(-longest // tp.world_size)
-        first = tp.rank_in_group * num_rows
-        own_tH = x_TH[first : first + num_rows]
-        num_active = len(own_tH)
-        rows_SH = F.pad(own_tH, (0, 0, 0, num_rows - num_active))
-        weights_SK, ids_SK = self._route(rows_SH)
-        if context.routed_experts is not None:
-            context.routed_experts.append(tp.all_gather(ids_SK).flatten(0, 1)[: len(x_TH)])
-        out_SH = self.ops.exchanged_experts(
-            rows_SH, dense(self.w13), dense(self.w2), weights_SK, ids_SK, num_active, self.parallel.exchange
-        )
+    def of_share(self, x_SH: Tensor, share: TokenShare, context: ForwardContext) -> Tensor:
+        """[S, H] -> [S, H] of a rank's own tokens; collective over the ranks that exchange tokens."""
+        out_SH = self._exchanged(x_SH, share, context)
+        self._add_shared(out_SH, x_SH)
+        return out_SH
+
+    def _dispatched(self, x_TH: Tensor, context: ForwardContext) -> Tensor:
+        share = self.token_share(len(x_TH), context)
+        out_SH = self._exchanged(share.own(x_TH), share, context)
         out_TH = torch.zeros_like(x_TH)
-        out_TH[first : first + num_rows] = out_SH[:num_active]
+        out_TH[share.tokens] = out_SH[: share.num_active]
         self._add_shared(out_TH, x_TH)
-        return tp.all_reduce(out_TH)
+        return self.parallel.tp.all_reduce(out_TH)
+
+    def _exchanged(self, x_SH: Tensor, share: TokenShare, context: ForwardContext) -> Tensor:
+        """The routed experts of a rank's own tokens."""
+        weights_SK, ids_SK = self._route(x_SH)
+        if context.routed_experts is not None:
+            context.routed_experts.append(share.gather(ids_SK))
+        return self.ops.exchanged_experts(
+            x_SH, dense(self.w13), dense(self.w2), weights_SK, ids_SK, share.num_active, self.parallel.exchange
+        )
 
     def _routed(self, x_TH: Tensor, context: ForwardContext, own: slice) -> Tensor:
         """This rank's experts on all of x; `own` are the rows of this replica."""

@@ -50,8 +50,19 @@ class MultiHeadLatentAttention(nn.Module):
         self.kv_b = empty_parameter(self.num_heads * (hf.qk_nope_head_dim + hf.v_head_dim), hf.kv_lora_rank)
         self.o_proj = RowParallelLinear(hf.num_attention_heads * hf.v_head_dim, hf.hidden_size, ops, parallel.tp)
 
-    def forward(self, x_TH: Tensor, cos_TR: Tensor, sin_TR: Tensor, cache: KVCache, context: ForwardContext) -> Tensor:
-        """[T, H] -> [T, H], of the tokens that the context keeps; writes all tokens' latents to the cache."""
+    def forward(
+        self,
+        x_TH: Tensor,
+        cos_TR: Tensor,
+        sin_TR: Tensor,
+        cache: KVCache,
+        context: ForwardContext,
+        reduce: bool = True,
+    ) -> Tensor:
+        """[T, H] -> [T, H], of the tokens that the context keeps; writes all tokens' latents to the cache.
+
+        The result is summed over TP unless the caller does it.
+        """
         hf, ops = self.hf, self.ops
         q_T, kv_TD = self._project(x_TH)
         norm = (self.kv_a_layernorm.weight, hf.rms_norm_eps)
@@ -76,7 +87,7 @@ class MultiHeadLatentAttention(nn.Module):
             prefill = (q_nope_TNP[split:], q_rope_TNR[split:], kv_b_NCL, cache, context.prefill, self.scale)
             parts.append(ops.mla_prefill(*prefill))
         out_TNV = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return self.o_proj(out_TNV.reshape(len(q_T), -1))
+        return self.o_proj(out_TNV.reshape(len(q_T), -1), reduce)
 
     def _project(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
         """(what queries are made of, latents before their norm and the keys' channels before their turn [T, L + R])."""

@@ -38,7 +38,8 @@ def rank_shards(
     With quantization "fp8" a quantised weight is followed by the scales of the blocks that its shard touches.
     """
     tp, is_fp8 = parallel.tensor_parallel_size, quantization == "fp8"
-    return _dense_shards(hf, parallel.rank % tp, tp, dtype, is_fp8) | dict(_expert_shards(hf, parallel, dtype, is_fp8))
+    dense = _dense_shards(hf, parallel.rank % tp, tp, dtype, is_fp8, parallel.shares_tokens)
+    return dense | dict(_expert_shards(hf, parallel, dtype, is_fp8))
 
 
 def _with_scales(
@@ -53,14 +54,20 @@ def _with_scales(
 
 
 @lru_cache(maxsize=64)
-def _dense_shards(hf: HFConfig, tp_rank: int, tp: int, dtype: torch.dtype, is_fp8: bool) -> dict[str, Shard]:
-    """The shards of everything but routed experts, which are the same on every replica."""
+def _dense_shards(
+    hf: HFConfig, tp_rank: int, tp: int, dtype: torch.dtype, is_fp8: bool, shares_tokens: bool
+) -> dict[str, Shard]:
+    """The shards of everything but routed experts, which are the same on every replica.
+
+    shares_tokens: see ``ParallelConfig``; shared experts are then whole.
+    """
     shards: dict[str, Shard] = {}
     for name, shape, dim in _dense_tensors(hf):
         if isinstance(hf, Qwen3Config) and name.endswith(("k_proj.weight", "v_proj.weight")):
             ranges = _kv_heads(hf, tp_rank, tp)
         else:
-            ranges = _ranges(shape, dim, tp_rank, tp)
+            is_whole = shares_tokens and ".shared_experts." in name
+            ranges = _ranges(shape, None if is_whole else dim, tp_rank, tp)
         shards.update(_with_scales(name, shape, ranges, dtype, is_fp8))
     return shards
 

@@ -43,13 +43,24 @@ class DecoderLayer(nn.Module):
             # Every rank reaches an expert layer, also with no token of its own: the other replicas wait there.
             return self.mlp(x_TH, context) if isinstance(self.mlp, FusedMoE) else x_TH
         normed_TH = self.ops.rms_norm(x_TH, self.input_layernorm.weight, self.eps)
-        attended_TH = self.self_attn(normed_TH, cos_TR, sin_TR, cache, context)
+        shares_tokens = isinstance(self.mlp, FusedMoE) and self.mlp.shares_tokens
+        attended_TH = self.self_attn(normed_TH, cos_TR, sin_TR, cache, context, reduce=not shares_tokens)
         if context.sampled_B is not None:
             x_TH = x_TH.index_select(0, context.sampled_B)
+        if shares_tokens:
+            return self._in_shares(attended_TH, x_TH, context)
         normed_TH, x_TH = self.ops.add_rms_norm(attended_TH, x_TH, self.post_attention_layernorm.weight, self.eps)
         if isinstance(self.mlp, FusedMoE):
             return self.mlp(normed_TH, context).add_(x_TH)
         return self.ops.add_layer(x_TH, self.mlp, normed_TH)
+
+    def _in_shares(self, attended_TH: Tensor, x_TH: Tensor, context: ForwardContext) -> Tensor:
+        """The rest of an expert layer, by each TP rank for its own tokens; `attended_TH` is not summed over TP."""
+        assert isinstance(self.mlp, FusedMoE)
+        share = self.mlp.token_share(len(x_TH), context)
+        weight = self.post_attention_layernorm.weight
+        normed_SH, x_SH = self.ops.add_rms_norm(share.sum(attended_TH), share.own(x_TH), weight, self.eps)
+        return share.gather(self.mlp.of_share(normed_SH, share, context).add_(x_SH))
 
     def weight_views(self, prefix: str) -> dict[str, WeightView]:
         return {

@@ -28,7 +28,7 @@ class DeepseekV2ForCausalLM(CausalLM):
         hf, ops = self.hf, self.ops
         mlp: DeepseekMLP | FusedMoE
         if layer < hf.first_k_dense_replace:
-            mlp = DeepseekMLP(hf.hidden_size, hf.intermediate_size, parallel, ops)
+            mlp = DeepseekMLP(hf.hidden_size, hf.intermediate_size, parallel.tp, ops)
         else:
             mlp = FusedMoE(hf, parallel, ops)
         return DecoderLayer(hf, ops, MultiHeadLatentAttention(hf, parallel, ops), mlp)

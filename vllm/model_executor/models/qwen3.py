@@ -18,7 +18,7 @@ class Qwen3ForCausalLM(CausalLM):
     hf: Qwen3Config
 
     def make_layer(self, layer: int, parallel: ParallelState) -> DecoderLayer:
-        mlp = DeepseekMLP(self.hf.hidden_size, self.hf.intermediate_size, parallel, self.ops)
+        mlp = DeepseekMLP(self.hf.hidden_size, self.hf.intermediate_size, parallel.tp, self.ops)
         return DecoderLayer(self.hf, self.ops, GroupedQueryAttention(self.hf, parallel, self.ops), mlp)
 
     def new_kv_cache(
