@@ -104,6 +104,9 @@ class _Rollout:
             2.0 * work.dense_parameters / rollout.tp * computed / peak,
             work.dense_parameters / rollout.tp * rollout.weight_bytes / bytes_per_s,
         )
+        if rollout.has_whole_shared:
+            more = work.num_moe * work.layer.shared * (1 - 1 / rollout.tp)
+            dense += more * rollout.weight_bytes / bytes_per_s
         read = sequences * context * work.num_layers
         layer = rates.decode_layer_s if rollout.has_graphs else max(rates.decode_layer_s, rates.eager_layer_s)
         agreement = (rates.host_sync_s if rollout.host_sync else rates.device_sync_s) if rollout.dp > 1 else 0.0

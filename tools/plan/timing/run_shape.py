@@ -87,6 +87,7 @@ class RolloutShape:
     graph_sizes: tuple[int, ...] = ()  # for these numbers of sequences; empty = powers of two
     host_sync: bool = False  # replicas agree on each step through host memory (gloo) instead of their devices
     lacks: tuple[str, ...] = ()  # of ``DECODE_FEATURES``
+    has_whole_shared: bool = False  # every rank reads the shared experts whole, else its part of their width
 
     @property
     def replicas(self) -> int:
@@ -216,6 +217,7 @@ class RunShape:
                 has_graphs=not rollout.enforce_eager,
                 graph_sizes=_graph_sizes(rollout, trainer.device),
                 lacks=_lacking(rollout),
+                has_whole_shared=rollout.use_sequence_parallel_moe,
             ),
             has_reference=config.use_reference_policy,
             has_old_log_prob=config.needs_old_log_prob,
