@@ -75,7 +75,9 @@ def _add_products(main_grad: Tensor, x: Tensor, counts: Tensor, grad: Tensor) ->
 
     assert main_grad.untyped_storage().nbytes(), "backward while the gradients are offloaded"
     if x.shape[0]:
-        torch_npu.npu_grouped_matmul_add_(main_grad, x, grad, counts.cumsum(0))
+        # The product wants int64; running sums of int32 are known to have a kernel on the vector cores.
+        ends = counts.int().cumsum(0, dtype=torch.int32).long()
+        torch_npu.npu_grouped_matmul_add_(main_grad, x, grad, ends)
 
 
 def _call(x: Tensor, w: Tensor, counts: Tensor, group_type: int) -> Tensor:

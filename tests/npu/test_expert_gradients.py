@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel.weight_init import WeightInit
 from megatron.core.transformer.moe.experts import GroupedMLP
 from mindspeed.ops import train_ops
 from tests.megatron.model_helpers import tiny_config
+from tools.plan.op_costs import by_phase, report
 
 npusim = pytest.importorskip("npusim", reason="needs the simulator: source tests/npu/env.sh")
 # Rows of each of the eight experts in every micro-batch: idle experts, one micro-batch without any row.
@@ -39,10 +40,11 @@ def _main_grads(
 
 def test_products_are_added_in_float32_without_a_pass_over_the_weights(groups: ProcessGroups) -> None:
     found = _main_grads(groups, train_ops(), "npu", torch.bfloat16)
-    calls = npusim.calls()
+    calls, costs = npusim.calls(), by_phase(npusim.typed_calls())
     exact = _main_grads(groups, reference_ops(), "cpu", torch.float32)
     assert calls["npu_grouped_matmul_add_"] == 2 * 2  # two weights; nothing to add without rows
     assert not calls.keys() & {"aten::masked_fill_", "aten::fill_", "aten::zero_", "aten::zeros", "aten::add_"}
+    assert not any(phase.control or phase.unknown for phase in costs.values()), report(costs)
     for name, grad in exact.items():
         assert (found[name] - grad).abs().max() <= 1e-2 * grad.abs().max(), name
 
