@@ -43,7 +43,7 @@ class _GroupedMatmul(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_x = _call(grad, w.transpose(1, 2), counts, SPLIT_ROWS) if x.shape[0] else torch.empty_like(x)
         if ctx.needs_input_grad[1]:
-            if ctx.adds_to_main_grad and _has_float32_sums(w):
+            if ctx.adds_to_main_grad and has_float32_sums(w):
                 _add_products(w.main_grad, x, counts, grad)
                 w.grad_added_to_main_grad, grad_w = True, torch.empty_like(w)
             else:
@@ -62,7 +62,7 @@ def _weight_grad(x: Tensor, w: Tensor, counts: Tensor, grad: Tensor) -> Tensor:
     return grad_w
 
 
-def _has_float32_sums(w: Tensor) -> bool:
+def has_float32_sums(w: Tensor) -> bool:
     """Whether the kernel that adds takes the gradient of ``w``, the parameter itself: autograd gives leaves back."""
     sums = getattr(w, "main_grad", None)
     has_sums = sums is not None and sums.dtype == torch.float32

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron.core.ops import TrainOps
 from megatron.core.ops.reference_moe import GroupedMatmulFunction
+from mindspeed.ops.grouped_matmul import has_float32_sums
 from tools.plan.launches import launched
 
 STATISTICS_WIDTH = 8  # npu_fusion_attention keeps every row's maximum and sum in float32, eight times
@@ -126,8 +127,8 @@ class _GroupedMatmul(torch.autograd.Function):
         grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         grad_w = torch.empty_like(w) if ctx.needs_input_grad[1] else None
         launched(grad_x is not None)
-        if grad_w is not None and hasattr(w, "main_grad"):
-            launched(2)  # running sums of the counts, too
+        if grad_w is not None and has_float32_sums(w):
+            launched(4)  # running ends of the counts, too
             w.grad_added_to_main_grad = True
         elif grad_w is not None:
             launched(3)  # experts without rows are filled with zeros
