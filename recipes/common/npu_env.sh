@@ -13,6 +13,10 @@ export HCCL_BUFFSIZE="${HCCL_BUFFSIZE:-300}"
 export PYTORCH_NPU_ALLOC_CONF="${PYTORCH_NPU_ALLOC_CONF:-expandable_segments:True}"
 export MALLOC_MMAP_THRESHOLD_="${MALLOC_MMAP_THRESHOLD_:-512768}"
 
+# Each process keeps to its share of the machine's cores: by the number of its die, without a core for each thread, because
+# CPU Adam has threads of its own. A container that shows other cores wants the form with ranges: 1,npu0:0-39,...
+export CPU_AFFINITY_CONF="${CPU_AFFINITY_CONF:-1}"
+
 # Launching: one-level task queue, the second level and captured graphs exclude each other; no debug modes; logs of errors
 # only, to files.
 export TASK_QUEUE_ENABLE="${TASK_QUEUE_ENABLE:-1}"
