@@ -55,6 +55,7 @@ def npu_ops() -> RolloutOps:
         silu_and_mul=silu_and_mul,
         sample=sample,
         implementations=dict(ascend_ops().implementations),
+        copies_strided_weights=ascend_ops().copies_strided_weights,
     )
 
 

@@ -225,6 +225,9 @@ class RolloutOps:
     # Whether mla_prefill gives a token the same bits as head_linear, mla_decode and head_linear do: the engine may then
     # compute the last token of a prompt as a decode step.
     prefill_equals_decode: bool = False
+    # Whether head_linear's kernel copies a weight whose matrices do not lie one after another: the engine then keeps
+    # what it multiplies with in that form too (`WeightCopies`).
+    copies_strided_weights: bool = False
     new_weight: NewWeight = new_plain_weight
     # add_layer(x, layer, given) -> x + layer(given), for a layer that treats each row alone; x may be overwritten.
     add_layer: Callable[[Tensor, Callable[[Tensor], Tensor], Tensor], Tensor] = add_layer_at_once

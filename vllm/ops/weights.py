@@ -125,3 +125,22 @@ def dense(weight: Tensor | PackedWeight) -> Any:
     else:
         out.mul_(rows.index_select(-1, scales.column_blocks_C))
     return out
+
+
+class WeightCopies(nn.Module):
+    """Contiguous copies of each head's rows of a weight [N * (sum of `rows`), C]: one [N, rows, C] for each of `rows`.
+
+    `renew` follows new values of the weight in place, so captured steps keep their addresses. The copies sleep with the
+    weights; digests and loaders know the weight alone.
+    """
+
+    def __init__(self, weight: nn.Parameter, num_heads: int, rows: Sequence[int]) -> None:
+        super().__init__()
+        self.weight, self.rows = weight, list(rows)
+        self.tensors = [weight.new_empty(num_heads, size, weight.shape[1]) for size in rows]
+
+    def renew(self) -> None:
+        """Take the values that the weight has now."""
+        parts = dense(self.weight).view(len(self.tensors[0]), sum(self.rows), -1).split(self.rows, dim=1)
+        for copy, part in zip(self.tensors, parts, strict=True):
+            copy.copy_(part)

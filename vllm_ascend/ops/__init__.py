@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from vllm.ops.contract import RolloutOps
-from vllm.ops.reference import head_linear, linear
+from vllm.ops.reference import linear
 from vllm_ascend.ops.exchanged_experts import exchanged_experts
 from vllm_ascend.ops.fused_experts import fused_experts
 from vllm_ascend.ops.gqa_cache import new_gqa_cache, norm_rope_write_gqa
 from vllm_ascend.ops.gqa_decode import gqa_decode
 from vllm_ascend.ops.gqa_prefill import GqaPrefill
+from vllm_ascend.ops.head_linear import head_linear
 from vllm_ascend.ops.kv_cache import new_kv_cache, norm_rope_write_kv
 from vllm_ascend.ops.mla_decode import mla_decode
 from vllm_ascend.ops.mla_prefill import MlaPrefill
@@ -48,4 +49,5 @@ def rollout_ops() -> RolloutOps:
         silu_and_mul=silu_and_mul,
         sample=sample,
         implementations=dict.fromkeys(RolloutOps.entries(), "native") | MIXED,
+        copies_strided_weights=True,
     )

@@ -54,7 +54,8 @@ def calls() -> Counter[str]:
 
 class TypedCall(NamedTuple):
     """An op of one phase: ``types`` are its tensors', results after an arrow; " async" after a copy without
-    waiting, " sized" where the caller gave the size of the result.
+    waiting, " sized" where the caller gave the size of the result, " strided" where a batched product copies an operand
+    first.
 
     ``host:``, ``pinned:`` and, for a single number, ``scalar:`` mark tensors of the host. A phase's own line, whose
     ``op`` is empty, says how often the phase came.

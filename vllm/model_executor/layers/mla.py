@@ -20,7 +20,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.model_loader.weight_view import WeightView
 from vllm.ops.contract import KVCache, RolloutOps
-from vllm.ops.weights import dense
+from vllm.ops.weights import WeightCopies, dense
 from vllm.transformers_utils.config import DeepseekV3Config
 
 
@@ -29,7 +29,7 @@ class MultiHeadLatentAttention(nn.Module):
     W_UV.
 
     W_UK and W_UV are views of kv_b_proj's weight, so new weights need no refresh (held in FP8, of its blocks multiplied
-    out for the call).
+    out for the call), or copies of these that follow it.
     """
 
     def __init__(self, hf: DeepseekV3Config, parallel: ParallelState, ops: RolloutOps) -> None:
@@ -48,6 +48,9 @@ class MultiHeadLatentAttention(nn.Module):
             self.q_proj = ColumnParallelLinear(hf.q_lora_rank, [query_rows], ops, parallel.tp)
         self.kv_a_layernorm = Norm(hf.kv_lora_rank)
         self.kv_b = empty_parameter(self.num_heads * (hf.qk_nope_head_dim + hf.v_head_dim), hf.kv_lora_rank)
+        self.absorbed: WeightCopies | None = None
+        if ops.copies_strided_weights and ops.mla_decode is not None:
+            self.absorbed = WeightCopies(self.kv_b, self.num_heads, (hf.qk_nope_head_dim, hf.v_head_dim))
         self.o_proj = RowParallelLinear(hf.num_attention_heads * hf.v_head_dim, hf.hidden_size, ops, parallel.tp)
 
     def forward(
@@ -78,11 +81,15 @@ class MultiHeadLatentAttention(nn.Module):
             decode = (q_nope_TNP[:split], q_rope_TNR[:split], kv_b_NCL, cache, context.decode.as_prefill(), self.scale)
             parts.append(ops.mla_prefill(*decode))
         elif context.decode is not None and ops.mla_decode is not None:
-            w_uk_NPL = kv_b_NCL[:, : hf.qk_nope_head_dim]
-            w_uv_NLV = kv_b_NCL[:, hf.qk_nope_head_dim :].transpose(1, 2)
+            w_uk_NPL, w_uv_NVL = kv_b_NCL.split((hf.qk_nope_head_dim, hf.v_head_dim), dim=1)
+            # NPU-ADAPTATION(absorbed-weight-copies): the batched product copies an operand whose matrices do not lie
+            # one after another, here 17 MB a layer and step for DeepSeek-V3 at TP 2; drop when it reads such views.
+            if self.absorbed is not None:
+                w_uk_NPL, w_uv_NVL = self.absorbed.tensors
+            # NPU-ADAPTATION END
             q_latent_BNL = ops.head_linear(q_nope_TNP[:split], w_uk_NPL)
             out_BNL = ops.mla_decode(q_latent_BNL, q_rope_TNR[:split], cache, context.decode, self.scale)
-            parts.append(ops.head_linear(out_BNL, w_uv_NLV))
+            parts.append(ops.head_linear(out_BNL, w_uv_NVL.transpose(1, 2)))
         if context.prefill is not None:
             prefill = (q_nope_TNP[split:], q_rope_TNR[split:], kv_b_NCL, cache, context.prefill, self.scale)
             parts.append(ops.mla_prefill(*prefill))

@@ -20,7 +20,7 @@ from hf_formats.fp8 import (
     touched,
 )
 from vllm.model_executor.model_loader.weight_view import Shard, Weight, WeightView, empty_shard
-from vllm.ops.weights import BlockScales, PackedWeight
+from vllm.ops.weights import BlockScales, PackedWeight, WeightCopies
 
 MAX_UNPAIRED_BYTES = 4 << 30
 
@@ -155,11 +155,12 @@ def _convert(views: dict[str, WeightView]) -> dict[str, WeightView]:
 
 
 def weight_storage(model: nn.Module) -> list[Tensor]:
-    """Every tensor that holds weights of the model, scales included."""
+    """Every tensor that holds weights of the model, scales and copies included."""
     parameters = list(model.parameters())
     scales = (getattr(parameter, "block_scales", None) for parameter in parameters)
     loose = (module.loose_tensors for module in model.modules() if isinstance(module, PackedWeight))
-    return list(chain((p.data for p in parameters), (s.scale_inv for s in scales if s is not None), *loose))
+    copies = (module.tensors for module in model.modules() if isinstance(module, WeightCopies))
+    return list(chain((p.data for p in parameters), (s.scale_inv for s in scales if s is not None), *loose, *copies))
 
 
 def _rows(view: WeightView) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from vllm.model_executor.layers.mla import MultiHeadLatentAttention
 from vllm.model_executor.layers.rotary_embedding import RotaryTable
 from vllm.model_executor.model_loader.weight_view import Weight, WeightView, load_weights
 from vllm.ops.contract import KVCache, RolloutOps
+from vllm.ops.weights import WeightCopies
 from vllm.transformers_utils.config import HFConfig
 
 HEAD = "lm_head.weight"
@@ -132,7 +133,16 @@ class CausalLM(nn.Module, ABC):
         """Take (hf_name, full tensor) pairs, any part of the model in any order; returns the names taken."""
         if self.hf.tie_word_embeddings:
             weights = ((name, tensor) for name, tensor in weights if name != HEAD)
-        return load_weights(self.weight_views, self.hf.num_hidden_layers, weights)
+        loaded = load_weights(self.weight_views, self.hf.num_hidden_layers, weights)
+        self.renew_weight_copies(loaded)
+        return loaded
+
+    def renew_weight_copies(self, names: Iterable[str]) -> None:
+        """Let the copies of weights follow those of `names`, whose values are new."""
+        changed = {id(self.weight_views[name].parameter) for name in names}
+        for module in self.modules():
+            if isinstance(module, WeightCopies) and id(module.weight) in changed:
+                module.renew()
 
     def _all_weight_views(self) -> dict[str, WeightView]:
         views = self.embed_tokens.weight_views("model.embed_tokens.weight")

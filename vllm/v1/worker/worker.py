@@ -112,6 +112,7 @@ class Worker:
         writer = ShardWriter(self.model.weight_views)
         writer.write(updates)
         digests = writer.finish()
+        self.model.renew_weight_copies(self.model.weight_views)
         self.names_to_load = set()
         return digests
 

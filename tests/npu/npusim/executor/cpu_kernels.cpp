@@ -474,9 +474,20 @@ bool copies_without_waiting(const c10::OperatorHandle& op, const Stack& stack, s
                                [](const auto& t) { return t.numel() == 0 || t.is_pinned(); });
     return false;
 }
+// Whether a batched product is given a view that its kernel copies first: it reads matrices in either order, one right
+// after another.
+bool has_strided_operand(const c10::OperatorHandle& op, const Stack& stack, size_t first) {
+    const auto& name = op.schema().name();
+    if (name != "aten::bmm" && name != "aten::baddbmm") return false;
+    const size_t left = name == "aten::bmm" ? first : first + 1;
+    return std::any_of(stack.begin() + left, stack.begin() + left + 2, [](const IValue& v) {
+        return !v.toTensor().is_contiguous() && !v.toTensor().transpose(1, 2).is_contiguous();
+    });
+}
 void run_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
     count(full_name(op));
     std::string types = types_of(*stack, op.schema().arguments().size());
+    const std::string strided = has_strided_operand(op, *stack, stack->size() - op.schema().arguments().size()) ? " strided" : "";
     Call call(op.schema().name());
     const size_t first = stack->size() - op.schema().arguments().size();
     for (size_t i = first; i < stack->size(); i++) (*stack)[i] = call.to_cpu((*stack)[i]);
@@ -490,7 +501,7 @@ void run_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack
     check_order(op.schema().name());
     if (npusim_is_capturing()) {
         refuse_what_cannot_be_captured(op, call, *stack, first);
-        recorded = std::make_unique<RecordedCall>(op, call, *stack, first, generator, types);
+        recorded = std::make_unique<RecordedCall>(op, call, *stack, first, generator, types + strided);
     }
     call_below_autograd(op, stack, generator);
     call.follow_resizes();
@@ -499,6 +510,7 @@ void run_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack
     if (!is_in_place(op)) types += "->" + types_of(*stack, num_results);
     if (is_asynchronous) types += " async";
     if (has_output_size) types += " sized";
+    types += strided;
     count_typed(full_name(op), types);
     if (recorded) {
         recorded->set_results(call.new_results());
