@@ -30,7 +30,8 @@ def infer_attention(call: Arguments) -> bool:
         size, groups = query.shape[-1] // heads, heads // (call["num_key_value_heads"] or heads)
         return query.dtype in HALF and is_page and size % 16 == 0 < size <= 512 and heads <= 256 and groups <= 64
     is_deepseek = query.shape[-1] == 512 and rope.shape[-1] == 64
-    return query.dtype in HALF and is_deepseek and heads in (1, 2, 4, 8, 16, 32, 64, 128) and is_page
+    takes_pages = is_page and (call["key"].dim() < 5 or call["input_layout"] != "BNSD")
+    return query.dtype in HALF and is_deepseek and heads in (32, 64, 128) and takes_pages
 
 
 def gating(call: Arguments) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -93,12 +94,15 @@ def test_fusion_attention_with_a_mask_of_its_own() -> None:
 
 @pytest.mark.parametrize("pages", ["none", "flat", "by head", "fractals"])
 @pytest.mark.parametrize("layout", ["BNSD", "BSND", "BSH", "TND"])
-def test_infer_attention(layout: str, pages: str) -> None:
-    """One query of each of two sequences of 20 and 7 keys, with positions apart, in pages of 16."""
+@pytest.mark.parametrize("is_latent", [True, False], ids=["latent", "grouped"])
+def test_infer_attention(is_latent: bool, layout: str, pages: str) -> None:
+    """One query of each of two sequences of 20 and 7 keys, in pages of 16; of latents with positions apart."""
+    if (layout, pages) == ("BNSD", "fractals"):
+        pytest.skip("refused, see REFUSED")
     torch.manual_seed(0)
-    lens, rope = [20, 7], 16
-    q, q_rope = torch.randn(2, HEADS, 1, SIZE).to(BF16), torch.randn(2, HEADS, 1, rope).to(BF16)
-    keys = [torch.randn(KV_HEADS, 32, size).to(BF16) for size in (SIZE, SIZE, rope) for _ in lens]
+    lens, size, rope, kv_heads = [20, 7], *((512, 64, 1) if is_latent else (SIZE, 0, KV_HEADS))
+    q, q_rope = torch.randn(2, HEADS, 1, size).to(BF16), torch.randn(2, HEADS, 1, rope).to(BF16)
+    keys = [torch.randn(kv_heads, 32, channels).to(BF16) for channels in (size, size, rope) for _ in lens]
     k, v, k_rope = keys[:2], keys[2:4], keys[4:]
     wanted = torch.stack(
         [
@@ -107,7 +111,7 @@ def test_infer_attention(layout: str, pages: str) -> None:
                 torch.cat((k[b], k_rope[b]), -1)[:, : lens[b]].float(),
                 F.pad(v[b], (0, rope))[:, : lens[b]].float(),
                 visible(FULL, 1, lens[b]),
-            )[..., :SIZE]
+            )[..., :size]
             for b in (0, 1)
         ]
     )
@@ -118,7 +122,7 @@ def test_infer_attention(layout: str, pages: str) -> None:
             if layout == "TND":
                 return torch.cat([x[:, :n].transpose(0, 1) for x, n in zip(parts, lens, strict=True)]).to("npu")
             return to_layout(torch.stack(parts), layout).to("npu")
-        by_page = torch.zeros(4, KV_HEADS, 16, parts[0].shape[-1], dtype=BF16)
+        by_page = torch.zeros(4, kv_heads, 16, parts[0].shape[-1], dtype=BF16)
         for row, part in zip(tables.long(), parts, strict=True):
             by_page[row] = part.unflatten(1, (2, 16)).transpose(0, 1)
         if pages == "flat":
@@ -132,10 +136,10 @@ def test_infer_attention(layout: str, pages: str) -> None:
         to_layout(q, layout).to("npu"),
         stored(k),
         stored(v),
-        query_rope=to_layout(q_rope, layout).to("npu"),
-        key_rope=stored(k_rope),
+        query_rope=to_layout(q_rope, layout).to("npu") if is_latent else None,
+        key_rope=stored(k_rope) if is_latent else None,
         num_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
+        num_key_value_heads=kv_heads,
         input_layout=layout,
         scale=0.3,
         block_table=None if pages == "none" else tables.to("npu"),
@@ -259,6 +263,17 @@ REFUSED: dict[str, tuple[str, Callable[[], object]]] = {
         "float16 or bfloat16",
         lambda: torch_npu.npu_fused_infer_attention_score(*[ones(1, 2, 1, 16)] * 3, num_heads=2, input_layout="BNSD"),
     ),
+    "fractals with queries by head": (
+        "NZ pages want queries as BSND",
+        lambda: latent_attention(HEADS, ones(3, 1, 32, 16, 16, dtype=BF16), ones(3, 1, 4, 16, 16, dtype=BF16)),
+    ),
+    "three heads over latents": (
+        "heads, got 3", lambda: latent_attention(3, ones(3, 16, 512, dtype=BF16), ones(3, 16, 64, dtype=BF16))
+    ),
+    "narrow latents": (
+        r"wants \(512, 64\) channels",
+        lambda: latent_attention(HEADS, ones(3, 16, 32, dtype=BF16), ones(3, 16, 64, dtype=BF16)),
+    ),
     "gating without a bias": ("wants a bias", lambda: torch_npu.npu_moe_gating_top_k(ones(4, 8), 2, norm_type=1)),
     "groups past the rows": (
         "past 4",
@@ -306,6 +321,30 @@ def test_what_a_kernel_refuses(what: str) -> None:
     message, call = REFUSED[what]
     with pytest.raises(RuntimeError, match=message):
         call()
+
+
+def test_old_cann_takes_fewer_numbers_of_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = ones(3, 16, 512, dtype=BF16), ones(3, 16, 64, dtype=BF16)
+    assert latent_attention(16, *pages).shape == (1, 16, 1, 512)
+    info = tmp_path / "aarch64-linux" / "ascend_toolkit_install.info"
+    info.parent.mkdir()
+    info.write_text("version=8.2.RC1\n", encoding="utf-8")
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
+    with pytest.raises(RuntimeError, match="heads, got 16"):
+        latent_attention(16, *pages)
+    assert latent_attention(32, *pages).shape == (1, 32, 1, 512)
+
+
+def latent_attention(heads: int, pages: Tensor, rope_pages: Tensor) -> Tensor:
+    """[1, N, 1, L] of one query, by head."""
+    latent = pages.shape[-1] * (pages.shape[2] if pages.dim() == 5 else 1)
+    query, query_rope = (ones(1, heads, 1, channels, dtype=BF16) for channels in (latent, 64))
+    out: Tensor = torch_npu.npu_fused_infer_attention_score(
+        query, pages, pages, query_rope=query_rope, key_rope=rope_pages, num_heads=heads, num_key_value_heads=1,
+        input_layout="BNSD", block_table=torch.zeros(1, 1, dtype=torch.int32, device="npu"), block_size=16,
+        actual_seq_lengths_kv=[5],
+    )[0]  # fmt: skip
+    return out
 
 
 def ones(*shape: int, dtype: torch.dtype = FP32) -> Tensor:

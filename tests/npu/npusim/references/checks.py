@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
+import re
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -29,6 +32,15 @@ def require(is_supported: bool, op: str, limit: str) -> None:
     """Raises ``KernelRefused`` with the op's name and the limit that the call is outside of."""
     if not is_supported:
         raise KernelRefused(f"{op}: {limit}")
+
+
+def is_cann_before(*version: int) -> bool:
+    """Whether the toolkit that ASCEND_HOME_PATH names is older; without one this is the newest."""
+    for info in Path(os.environ.get("ASCEND_HOME_PATH", "/nowhere")).glob("*-linux/ascend_toolkit_install.info"):
+        found = re.search(r"^version=(\d+)\.(\d+)", info.read_text("utf-8"), re.MULTILINE)
+        if found is not None:
+            return (int(found[1]), int(found[2])) < version
+    return False
 
 
 def require_floats(op: str, *tensors: Tensor | None) -> None:

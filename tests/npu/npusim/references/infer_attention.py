@@ -1,8 +1,7 @@
 """Rollout attention, after "torch_npu.npu_fused_infer_attention_score" of the Ascend documentation.
 
 ``softmax((q k^T + q_rope k_rope^T) scale) v`` of each sequence, keys and values packed, in a rectangle, or in pages
-that ``block_table`` names. Simplified: float64 inside; no quantisation, shared prefix, pse or padding. Not checked:
-with query_rope the kernel takes DeepSeek's sizes only (latent 512, rope 64, one key head, a power of two of heads).
+that ``block_table`` names. Simplified: float64 inside; no quantisation, shared prefix, pse or padding.
 """
 
 from __future__ import annotations
@@ -14,11 +13,13 @@ from torch import Tensor
 
 from npusim.reference import reference
 from npusim.references.attention_layout import check_ends, hidden_positions, masked_scores, repeat_heads, sequences
-from npusim.references.checks import require
+from npusim.references.checks import is_cann_before, require
 
 OP = "npu_fused_infer_attention_score"
 NO_LIMIT = 2147483647
 PAGE_STEP, MAX_PAGE = 16, 512
+DEEPSEEK = (512, 64)  # channels of query and query_rope
+ROPE_HEADS, ROPE_HEADS_BEFORE_8_3 = (1, 2, 4, 8, 16, 32, 64, 128), (32, 64, 128)
 NZ_WIDTH = 16  # channels side by side in the private layout NZ of 16-bit numbers
 
 
@@ -65,6 +66,10 @@ def fused_infer_attention_score(
     keys, values = _keys(key, *layout), _keys(value, *layout)
     if query_rope is not None and key_rope is not None:
         rope = sequences(query_rope, input_layout, num_heads, ends)
+        channels = (queries[0].shape[-1], rope[0].shape[-1])
+        require(channels == DEEPSEEK and num_kv_heads == 1, OP, f"query_rope wants {DEEPSEEK} channels, one key head")
+        heads = ROPE_HEADS_BEFORE_8_3 if is_cann_before(8, 3) else ROPE_HEADS
+        require(num_heads in heads, OP, f"query_rope wants one of {heads} heads, got {num_heads}")
         queries = [torch.cat(pair, -1) for pair in zip(queries, rope, strict=True)]
         keys = [torch.cat(pair, -1) for pair in zip(keys, _keys(key_rope, *layout), strict=True)]
     out = torch.zeros_like(query)
@@ -103,6 +108,7 @@ def _keys(
     require(block_table.dtype == torch.int32 and block_table.dim() == 2, OP, "block_table is int32 [B, blocks]")
     is_page_size = block_size % PAGE_STEP == 0 and PAGE_STEP <= block_size <= MAX_PAGE
     require(is_page_size, OP, f"block_size {block_size} is no multiple of {PAGE_STEP} up to {MAX_PAGE}")
+    require(x.dim() != 5 or layout != "BNSD", OP, "NZ pages want queries as BSND, BSH or TND")
     pages = _pages(x, num_heads, block_size)
     assert lengths is not None
     require(max(lengths) <= block_table.shape[1] * block_size, OP, "the block table is too short")
