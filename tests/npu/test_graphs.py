@@ -110,8 +110,7 @@ CAPTURE_UNTIL_STREAMS_RUN_OUT = """
     from vllm_ascend.compilation.acl_graph import AclGraphPool
 
     x, pool = torch.ones(2, device="npu"), AclGraphPool()
-    graphs = [pool.capture(lambda: x + 1)]
-    {give_back}
+    graphs = [pool.capture(lambda: x + 1)]  # stays: torch_npu takes no capture into a pool that no graph has
     while True:
         graphs.append(pool.capture(lambda: x + 1))
         {give_back}

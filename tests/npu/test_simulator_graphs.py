@@ -60,6 +60,40 @@ def test_graphs_share_a_pool() -> None:
         assert replayed(graph, out).tolist() == [8.0 * size] * size
 
 
+def test_a_stream_that_waits_for_the_capturing_one_captures_too() -> None:
+    """What it allocates belongs to the graph's pool: nothing else gets that memory."""
+    x, side = torch.arange(4.0, device="npu"), torch.npu.Stream()
+
+    def work() -> torch.Tensor:
+        main = torch.npu.current_stream()
+        side.wait_stream(main)
+        with torch.npu.stream(side):
+            doubled = (x + 1) * 2
+        total = x * 100
+        main.wait_stream(side)
+        return total + doubled
+
+    graph, out = captured(work)
+    with torch.npu.stream(side):
+        others = [torch.zeros(4, device="npu") for _ in range(8)]
+    assert replayed(graph, out).tolist() == [2.0, 104.0, 206.0, 308.0]
+    assert all(other.tolist() == [0.0] * 4 for other in others)
+
+
+def test_a_stream_may_not_stay_apart_at_the_end_of_a_capture() -> None:
+    x, side = torch.ones(4, device="npu"), torch.npu.Stream()
+
+    def work() -> torch.Tensor:
+        side.wait_stream(torch.npu.current_stream())
+        with torch.npu.stream(side):
+            return x + 1
+
+    with pytest.raises(RuntimeError, match="a stream that joined it is apart"):
+        captured(work)
+    graph, out = captured(lambda: x + 2)
+    assert replayed(graph, out).tolist() == [3.0] * 4
+
+
 @pytest.mark.parametrize(
     ("work", "reason"),
     [

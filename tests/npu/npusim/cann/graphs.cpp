@@ -17,6 +17,7 @@ namespace {
 using Tasks = std::vector<npusim_task>;
 
 std::atomic<bool> exiting{false};
+std::atomic<uint32_t> next_graph_id{1};
 
 void undo(Tasks& tasks) {
     for (auto task = tasks.rbegin(); task != tasks.rend(); ++task)
@@ -39,6 +40,7 @@ struct Section {
 struct Graph {
     int device;
     std::vector<std::unique_ptr<Section>> sections;
+    uint32_t id = next_graph_id++;  // torch_npu's allocator knows by it what belongs to a graph's pool
     Section* add_section(bool is_group) {
         sections.push_back(std::make_unique<Section>());
         sections.back()->is_group = is_group;
@@ -56,10 +58,10 @@ namespace {
 std::mutex mutex;
 Graph* captured = nullptr;    // between CaptureBegin and CaptureEnd
 Stream* capture_stream = nullptr;
+std::vector<Stream*> joined;  // the other streams of the capture
 Section* updated = nullptr;   // between UpdateBegin and UpdateEnd
 Tasks replacements;           // the tasks of the update
 std::atomic<bool> recording{false};
-std::atomic<uint32_t> next_graph_id{0};
 
 // One run of a graph that stands still: it goes on at this task of this section. Its stream stands still with it.
 struct Standstill {
@@ -89,6 +91,17 @@ Tasks& current_tasks() { return updated ? replacements : captured->sections.back
 }  // namespace
 
 bool capturing() { return recording.load(); }
+
+void wait_in_capture(Stream* waiting, const Event& event) {
+    std::lock_guard<std::mutex> lock(mutex);
+    Stream* other = event.recorded_on;
+    if (!captured || !waiting || !other || other == waiting || other->capturing != captured) return;
+    if (!waiting->capturing) {
+        waiting->capturing = captured;
+        joined.push_back(waiting);
+    }
+    other->is_apart = false;
+}
 
 aclError resume_graphs() {
     std::vector<Standstill> to_try;
@@ -144,20 +157,33 @@ aclError aclmdlRICaptureEnd(aclrtStream stream, aclmdlRI* graph) {
     captured = nullptr;
     capture_stream->capturing = nullptr;
     recording = false;
+    bool is_whole = true;
+    for (Stream* other : joined) {
+        is_whole = is_whole && !other->is_apart;
+        other->capturing = nullptr;
+        other->is_apart = false;
+    }
+    joined.clear();
     lock.unlock();  // undoing calls back into the executor
     for (auto section = finished->sections.rbegin(); section != finished->sections.rend(); ++section) undo((*section)->tasks);
+    if (!is_whole) {
+        delete finished;
+        return fail(107025, "the capture ends while a stream that joined it is apart: wait for it before");
+    }
     *graph = finished;
     return ACL_SUCCESS;
 }
 aclError aclmdlRICaptureGetInfo(aclrtStream stream, aclmdlRICaptureStatus* status, aclmdlRI* graph) {
     Graph* of_stream = stream ? static_cast<Stream*>(stream)->capturing : nullptr;
+    // torch_npu asks before it allocates for a stream, so work on it follows. A stream that only waits is not apart.
+    if (of_stream && stream != capture_stream) static_cast<Stream*>(stream)->is_apart = true;
     *status = of_stream ? ACL_MODEL_RI_CAPTURE_STATUS_ACTIVE : ACL_MODEL_RI_CAPTURE_STATUS_NONE;
     if (graph) *graph = of_stream;
     return ACL_SUCCESS;
 }
 aclError aclmdlRICaptureThreadExchangeMode(aclmdlRICaptureMode*) { return ACL_SUCCESS; }
-aclError aclmdlRIGetId(aclmdlRI, uint32_t* id) {
-    *id = next_graph_id++;
+aclError aclmdlRIGetId(aclmdlRI graph, uint32_t* id) {
+    *id = static_cast<Graph*>(graph)->id;
     return ACL_SUCCESS;
 }
 aclError aclmdlRIExecuteAsync(aclmdlRI graph, aclrtStream stream) {

@@ -251,6 +251,7 @@ aclError aclrtDestroyEvent(aclrtEvent event) {
     return ACL_SUCCESS;
 }
 aclError aclrtRecordEvent(aclrtEvent e, aclrtStream stream) {
+    as_event(e)->recorded_on = static_cast<Stream*>(stream);
     return submit("record event", stream, [event = as_event(e)] {
         event->is_recorded = true;
         event->nanoseconds = now();
@@ -264,6 +265,7 @@ aclError aclrtResetEvent(aclrtEvent e, aclrtStream stream) {
     });
 }
 aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent e) {
+    wait_in_capture(static_cast<Stream*>(stream), *as_event(e));
     return submit("wait for event", stream, [event = as_event(e)] {
         return event->is_external && !event->is_recorded ? STOPS_HERE : 0;
     });

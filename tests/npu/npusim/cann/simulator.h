@@ -30,12 +30,14 @@ struct Stream {
     int id;
     int device;
     Graph* capturing = nullptr;  // the graph that this stream records into, or that an update replaces tasks of
+    bool is_apart = false;  // it joined a capture and was given work that no other stream has waited for
 };
 
 struct Event {
     bool is_external;  // may be waited for before it is recorded
     bool is_recorded = false;
     uint64_t nanoseconds = 0;
+    Stream* recorded_on = nullptr;
 };
 
 // A device has a number of streams: every created stream takes one, and every captured graph until it is destroyed. With
@@ -43,6 +45,9 @@ struct Event {
 aclError take_stream(int device, int count);
 
 bool capturing();  // is any stream of this process recording?
+// A stream that waits for an event of a capturing one captures too, until the capture ends; the stream that began the
+// capture has to wait for it before.
+void wait_in_capture(Stream* waiting, const Event& event);
 // Graphs that stand still because what they wait for has not happened: try again; or refuse to go past them, because on
 // a device the host would now wait for ever.
 aclError resume_graphs();
