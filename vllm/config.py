@@ -73,6 +73,10 @@ class ParallelConfig:
     # With "dispatch": TP ranks share the tokens of an expert layer out among themselves from attention's output on.
     use_sequence_parallel_moe: bool = False
     force_load_balancing: bool = False  # for benchmarks: every expert gets as many tokens
+    # What runs beside the rest of a decode step, on a second stream of the device: the shared experts beside the routed
+    # ones and their exchange; writing the cache beside the projection of the queries.
+    multistream_overlap_shared_expert: bool = False
+    enable_multistream_mla: bool = False
     first_rank: int = 0  # the first torch.distributed rank that has an engine; `rank` counts from it
 
     @property
@@ -235,6 +239,12 @@ def _parallel_problems(parallel: ParallelConfig, hf: HFConfig) -> list[str]:
         problems.append(f"expert_exchange={parallel.expert_exchange!r} needs enable_expert_parallel=True")
     if parallel.use_sequence_parallel_moe and parallel.expert_exchange != "dispatch":
         problems.append("use_sequence_parallel_moe=True needs expert_exchange='dispatch'")
+    if parallel.multistream_overlap_shared_expert and not (hf.n_routed_experts and hf.n_shared_experts):
+        problems.append(
+            f"multistream_overlap_shared_expert=True: {hf.architecture} has no shared experts here; leave it out"
+        )
+    if parallel.enable_multistream_mla and isinstance(hf, Qwen3Config):
+        problems.append(f"enable_multistream_mla=True: {hf.architecture} has no latent attention; leave it out")
     problems += hf.tp_problems(tp)
     if parallel.enable_expert_parallel and not hf.n_routed_experts:
         problems.append(f"enable_expert_parallel=True: {hf.architecture} has no experts; leave it out")

@@ -136,6 +136,8 @@ def engines(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[A
     wide = write_checkpoint(tmp_path_factory.mktemp("wide"), hidden_size=1024, num_hidden_layers=2)
     wide_args = [llm_args | {"dtype": "bfloat16"} for llm_args, _ in LAYOUTS]
     wide_args += [llm_args | {"enforce_eager": False} for llm_args in wide_args[1:]]
+    streams = {"multistream_overlap_shared_expert": True, "enable_multistream_mla": True}
+    wide_args += [llm_args | streams for llm_args in wide_args[3:]]
     return run_on_npus(run_both, WORLD, tiny, LAYOUTS, wide, wide_args, timeout_s=500)
 
 
@@ -166,6 +168,13 @@ def test_dispatch_in_captured_steps_equals_eager_ones(way: int, engines: list[tu
         assert [tokens for tokens, _ in captured] == [tokens for tokens, _ in eager]
         for (_, logprobs), (_, eager_logprobs) in zip(captured, eager, strict=True):
             assert logprobs == pytest.approx(eager_logprobs, abs=1e-2)  # another batch size, another rounding
+
+
+@pytest.mark.parametrize("way", [0, 1], ids=["tokens on all TP ranks", "tokens shared out"])
+def test_shared_experts_beside_the_exchange_change_no_bit(way: int, engines: list[tuple[Any, Any]]) -> None:
+    for _, (_, *dispatched) in engines:
+        (captured, _), (beside, _) = dispatched[2 + way], dispatched[4 + way]
+        assert beside == captured
 
 
 def test_the_configuration_refuses_what_cannot_be_exchanged(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -180,6 +180,7 @@ def test_no_sample_is_lost_between_batches_and_replicas() -> None:
     [
         (["kv_cache_layout=blocks"], "kv_cache_layout is 'blocks'; expected one of nd, nz"),
         (["kv_cache_layout=nz"], "kv_cache_layout is 'nz', which only an NPU has"),
+        (["enable_multistream_mla=True"], "enable_multistream_mla needs an NPU's second stream; leave it out"),
         (["expert_exchange=ring"], "expert_exchange is 'ring'; expected one of all_gather, dispatch"),
         (["expert_exchange=dispatch", "enable_expert_parallel=False"], "needs actor_rollout_ref.rollout.enable_expert"),
         (["use_sequence_parallel_moe=true"], "is True; it needs actor_rollout_ref.rollout.expert_exchange=dispatch"),

@@ -17,7 +17,7 @@ from tests.mindspeed_llm.tiny import (
 )
 from tests.parallel.launcher import run_ranks
 from tests.vllm.test_parity import as_inputs, assert_same, check_greedy, make_prompts
-from tests.vllm.tiny import hf_logits, hf_model
+from tests.vllm.tiny import hf_logits, hf_model, write_checkpoint
 from vllm import LLM, SamplingParams
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -119,6 +119,10 @@ def test_what_a_model_cannot_do_is_named(tmp_path: Path) -> None:
     write_tiny_checkpoint(tmp_path, MODELS["qwen3"])
     with pytest.raises(ValueError, match=r"kv_cache_layout='nz'[\s\S]*enable_expert_parallel=True: Qwen3"):
         build(str(tmp_path), kv_cache_layout="nz", enable_expert_parallel=True)
+    with pytest.raises(ValueError, match=r"shared_expert=True: Qwen3[\s\S]*mla=True: Qwen3\w+ has no latent"):
+        build(str(tmp_path), multistream_overlap_shared_expert=True, enable_multistream_mla=True)
+    with pytest.raises(ValueError, match="enable_multistream_mla=True: the op table for cpu has no second stream"):
+        build(write_checkpoint(tmp_path / "deepseek"), device="cpu", enable_multistream_mla=True)
     config = json.loads((tmp_path / "config.json").read_text())
     for change, problem in (
         ({"use_sliding_window": True}, "use_sliding_window is true"),

@@ -17,7 +17,15 @@ from torch import Tensor
 from tools.plan.launches import launched
 from tools.plan.train_npu import STATISTICS_WIDTH
 from vllm.ops import reference_moe
-from vllm.ops.contract import DecodeMetadata, KVCache, PrefillMetadata, RolloutOps, SampledTokens, SamplingBatch
+from vllm.ops.contract import (
+    DecodeMetadata,
+    KVCache,
+    PrefillMetadata,
+    RolloutOps,
+    SampledTokens,
+    SamplingBatch,
+    run_at_once,
+)
 from vllm.ops.reference_sample import left_out, sample_with
 from vllm_ascend.ops import rollout_ops as ascend_ops
 from vllm_ascend.ops.kv_layout import read_blocks, read_tokens
@@ -56,6 +64,7 @@ def npu_ops() -> RolloutOps:
         sample=sample,
         implementations=dict(ascend_ops().implementations),
         copies_strided_weights=ascend_ops().copies_strided_weights,
+        run_beside=run_at_once,
     )
 
 

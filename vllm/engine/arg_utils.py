@@ -62,6 +62,12 @@ class EngineArgs:
         False, "with dispatch: TP ranks share out the tokens of expert layers, and each holds the shared experts whole"
     )
     force_load_balancing: bool = option(False, "benchmarks: every expert gets as many tokens, whatever the router says")
+    multistream_overlap_shared_expert: bool = option(
+        False, "npu: shared experts of a decode step on a second stream, beside the routed ones"
+    )
+    enable_multistream_mla: bool = option(
+        False, "npu: the cache of a decode step is written on a second stream, beside the queries' projection"
+    )
     enable_sleep_mode: bool = option(True, "allow LLM.sleep and wake_up")
     enforce_eager: bool | None = option(
         True, "do not capture decode steps as graphs; None captures them where the device and its software can"

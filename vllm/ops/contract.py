@@ -11,7 +11,7 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -116,6 +116,27 @@ class SampledTokens:
     ranks_B: Tensor | None = None  # int64, 1 = the most likely; only with num_top_logprobs > 0
     top_ids_BK: Tensor | None = None  # int64
     top_logprobs_BK: Tensor | None = None  # fp32, -inf for tokens that processed_logprobs excludes
+
+
+class RunBeside(Protocol):
+    """Starts work that nothing needs before its result is asked for; what follows may run at the same time."""
+
+    def __call__(self, work: Callable[[], Any]) -> Callable[[], Any]:
+        """Start `work`; return the function that waits for it and returns its result, to be called once.
+
+        Until that call the caller keeps what `work` reads, and writes nothing of it.
+        """
+
+
+def run_at_once(work: Callable[[], Any]) -> Callable[[], Any]:
+    """The `RunBeside` that finishes the work before it returns."""
+    result = work()
+    return lambda: result
+
+
+def run_when_asked(work: Callable[[], Any]) -> Callable[[], Any]:
+    """The `RunBeside` that does the work when its result is asked for."""
+    return work
 
 
 def add_layer_at_once(x_TH: Tensor, layer: Callable[[Tensor], Tensor], given_TH: Tensor) -> Tensor:
@@ -229,6 +250,8 @@ class RolloutOps:
     # what it multiplies with in that form too (`WeightCopies`).
     copies_strided_weights: bool = False
     new_weight: NewWeight = new_plain_weight
+    # None: the device does one thing after the other.
+    run_beside: RunBeside | None = None
     # add_layer(x, layer, given) -> x + layer(given), for a layer that treats each row alone; x may be overwritten.
     add_layer: Callable[[Tensor, Callable[[Tensor], Tensor], Tensor], Tensor] = add_layer_at_once
 

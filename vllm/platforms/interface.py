@@ -127,6 +127,9 @@ class Platform(ABC):
             )
         if config.model.quantization == "fp8" and not self.holds_fp8:
             problems.append(f'quantization: {self.name} has no FP8 tensors; set quantization="dequantize"')
+        for switch in ("multistream_overlap_shared_expert", "enable_multistream_mla"):
+            if getattr(config.parallel, switch) and ops.run_beside is None:
+                problems.append(f"{switch}=True: the op table for {self.name} has no second stream; leave it out")
         if config.compilation.enforce_eager is False:
             problems += [
                 f"enforce_eager=False: {reason}; otherwise set enforce_eager=True, or None for graphs where they work"

@@ -16,6 +16,7 @@ from vllm_ascend.ops.mla_prefill import MlaPrefill
 from vllm_ascend.ops.rms_norm import add_rms_norm, rms_norm
 from vllm_ascend.ops.rotary import rotary_interleaved
 from vllm_ascend.ops.sample import sample
+from vllm_ascend.ops.second_stream import SecondStream
 from vllm_ascend.ops.silu_and_mul import silu_and_mul
 from vllm_ascend.ops.topk_router import topk_router
 
@@ -50,4 +51,5 @@ def rollout_ops() -> RolloutOps:
         sample=sample,
         implementations=dict.fromkeys(RolloutOps.entries(), "native") | MIXED,
         copies_strided_weights=True,
+        run_beside=SecondStream(),
     )

@@ -232,8 +232,12 @@ class RunShape:
 
 def _lacking(rollout: RolloutConfig) -> tuple[str, ...]:
     """Which of ``DECODE_FEATURES`` a rollout does not have."""
-    has = {"reduce_scatter": rollout.use_sequence_parallel_moe, "kv_nz": rollout.kv_cache_layout == "nz"}
-    return ("multistream", *(name for name, is_on in has.items() if not is_on))
+    has = {
+        "multistream": rollout.multistream_overlap_shared_expert and rollout.enable_multistream_mla,
+        "reduce_scatter": rollout.use_sequence_parallel_moe,
+        "kv_nz": rollout.kv_cache_layout == "nz",
+    }
+    return tuple(name for name, is_on in has.items() if not is_on)
 
 
 def default_lengths(config: PPOTrainerConfig) -> Lengths:

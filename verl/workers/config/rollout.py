@@ -70,6 +70,10 @@ class RolloutConfig(Section):
             ``dispatch`` sends each to its experts.
         use_sequence_parallel_moe: with ``dispatch``, share the tokens of expert layers out among the tensor-parallel
             ranks from attention's output on: half of what their all-reduces send, but shared experts whole on each.
+        multistream_overlap_shared_expert: on an NPU, run the shared experts of a decode step on a second stream, beside
+            the routed ones.
+        enable_multistream_mla: on an NPU, write the cache of a decode step on a second stream, beside the projection of
+            its queries.
         fix_router: give every expert the same number of tokens, as ``actor.megatron.fix_router``.
         rebalance_interval: engine steps between two rounds of moving requests between data-parallel replicas; 0 means
             never.
@@ -124,6 +128,8 @@ class RolloutConfig(Section):
     kv_cache_layout: str = "nd"
     expert_exchange: str = "all_gather"
     use_sequence_parallel_moe: bool = False
+    multistream_overlap_shared_expert: bool = False
+    enable_multistream_mla: bool = False
     fix_router: bool = False
     rebalance_interval: int = 0
     enable_rollout_routing_replay: bool = False
@@ -179,6 +185,9 @@ class RolloutConfig(Section):
             found.append(f"{where}.quantization is 'fp8', but an NPU has no FP8 tensors; leave it out")
         if device in ("cpu", "cuda") and self.kv_cache_layout != "nd":
             found.append(f"{where}.kv_cache_layout is {self.kv_cache_layout!r}, which only an NPU has; use nd")
+        for switch in ("multistream_overlap_shared_expert", "enable_multistream_mla"):
+            if device in ("cpu", "cuda") and getattr(self, switch):
+                found.append(f"{where}.{switch} needs an NPU's second stream; leave it out")
         return found
 
     def warnings(self, where: str) -> list[str]:

@@ -14,6 +14,10 @@ Without, every expert is split over TP along its width and replicas have nothing
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import TypeAlias
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -30,7 +34,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.token_share import TokenShare
 from vllm.model_executor.model_loader.weight_view import WeightView, view_of
-from vllm.ops.contract import KVCache, RolloutOps
+from vllm.ops.contract import KVCache, RolloutOps, RunBeside, run_when_asked
 from vllm.ops.weights import dense
 from vllm.transformers_utils.config import DeepseekV3Config, HFConfig
 
@@ -60,6 +64,10 @@ def balanced_logits(logits_TE: Tensor, top_k: int, first_token: int = 0) -> Tens
     return torch.full_like(logits_TE, -15.0).scatter_(1, chosen_TK, 15.0)
 
 
+SharedResult: TypeAlias = Callable[[], Tensor] | None
+"""The shared experts' partial sums [T, H], when they are asked for; None where there are none."""
+
+
 class FusedMoE(nn.Module):
     """Router, routed experts of this rank, and shared experts."""
 
@@ -83,6 +91,12 @@ class FusedMoE(nn.Module):
             shared_width = hf.moe_intermediate_size * hf.n_shared_experts
             shared_group = ALONE if self.shares_tokens else parallel.tp
             self.shared_experts = DeepseekMLP(hf.hidden_size, shared_width, shared_group, ops)
+        self.run_shared: RunBeside = run_when_asked
+        # NPU-ADAPTATION(shared-experts-second-stream): while tokens travel to their experts and back, a die's cores
+        # have nothing to do but the shared experts, which need no other rank; drop when dispatch and combine run them.
+        if parallel.config.multistream_overlap_shared_expert and ops.run_beside is not None:
+            self.run_shared = ops.run_beside
+        # NPU-ADAPTATION END
 
     @property
     def shares_tokens(self) -> bool:
@@ -98,11 +112,12 @@ class FusedMoE(nn.Module):
         longest, dp_rank = max(context.dp_token_counts), self.parallel.config.dp_rank
         if longest == 0:
             return x_TH
+        shared = self._start_shared(x_TH, context)
         if self.parallel.exchange.world_size > 1:
-            return self._dispatched(x_TH, context)
+            return self._dispatched(x_TH, context, shared)
         if not self.parallel.config.steps_in_lockstep:
             out_TH = self._routed(x_TH, context, slice(None))
-            self._add_shared(out_TH, x_TH)
+            _add_shared(out_TH, shared)
             group = self.parallel.ep if self.is_expert_parallel else self.parallel.tp
             return group.all_reduce(out_TH)
         padded_SH = F.pad(x_TH, (0, 0, 0, longest - len(x_TH)))
@@ -110,22 +125,23 @@ class FusedMoE(nn.Module):
         own = slice(dp_rank * longest, dp_rank * longest + len(x_TH))
         out_GSH = self._routed(everyones_TH, context, own).view(-1, *padded_SH.shape)
         own_TH = out_GSH[dp_rank, : len(x_TH)]
-        self._add_shared(own_TH, x_TH)  # the TP ranks' partial sums ride on the all-reduce of the experts
+        _add_shared(own_TH, shared)  # the TP ranks' partial sums ride on the all-reduce of the experts
         self.parallel.ep.all_reduce(out_GSH)
         return own_TH
 
     def of_share(self, x_SH: Tensor, share: TokenShare, context: ForwardContext) -> Tensor:
         """[S, H] -> [S, H] of a rank's own tokens; collective over the ranks that exchange tokens."""
+        shared = self._start_shared(x_SH, context)
         out_SH = self._exchanged(x_SH, share, context)
-        self._add_shared(out_SH, x_SH)
+        _add_shared(out_SH, shared)
         return out_SH
 
-    def _dispatched(self, x_TH: Tensor, context: ForwardContext) -> Tensor:
+    def _dispatched(self, x_TH: Tensor, context: ForwardContext, shared: SharedResult) -> Tensor:
         share = self.token_share(len(x_TH), context)
         out_SH = self._exchanged(share.own(x_TH), share, context)
         out_TH = torch.zeros_like(x_TH)
         out_TH[share.tokens] = out_SH[: share.num_active]
-        self._add_shared(out_TH, x_TH)
+        _add_shared(out_TH, shared)
         return self.parallel.tp.all_reduce(out_TH)
 
     def _exchanged(self, x_SH: Tensor, share: TokenShare, context: ForwardContext) -> Tensor:
@@ -161,9 +177,12 @@ class FusedMoE(nn.Module):
             hf.scoring_func,
         )
 
-    def _add_shared(self, out_TH: Tensor, x_TH: Tensor) -> None:
-        if self.shared_experts is not None and len(x_TH) > 0:
-            out_TH += self.shared_experts(x_TH, reduce=False)
+    def _start_shared(self, x_TH: Tensor, context: ForwardContext) -> SharedResult:
+        """Return the function that gives the shared experts' partial sums."""
+        if self.shared_experts is None or len(x_TH) == 0:
+            return None
+        run = self.run_shared if context.prefill is None else run_when_asked
+        return run(partial(self.shared_experts, x_TH, reduce=False))
 
     def weight_views(self, prefix: str) -> dict[str, WeightView]:
         hf, everything = self.hf, (slice(None),)
@@ -195,6 +214,11 @@ class FusedMoE(nn.Module):
             names[1]: view_of(self.w13, up_shape, (share,), 1, up, local),
             names[2]: view_of(self.w2, down_shape, (slice(None), share), 0, slice(0, hidden), local),
         }
+
+
+def _add_shared(out_TH: Tensor, shared: SharedResult) -> None:
+    if shared is not None:
+        out_TH += shared()
 
 
 def new_choices_cache(hf: HFConfig, num_blocks: int, block_size: int, device: torch.device) -> KVCache:

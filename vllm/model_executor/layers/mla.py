@@ -6,6 +6,8 @@ channels.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -19,7 +21,7 @@ from vllm.model_executor.layers.linear import (
     local_slice,
 )
 from vllm.model_executor.model_loader.weight_view import WeightView
-from vllm.ops.contract import KVCache, RolloutOps
+from vllm.ops.contract import KVCache, RolloutOps, RunBeside, run_at_once
 from vllm.ops.weights import WeightCopies, dense
 from vllm.transformers_utils.config import DeepseekV3Config
 
@@ -51,6 +53,13 @@ class MultiHeadLatentAttention(nn.Module):
         self.absorbed: WeightCopies | None = None
         if ops.copies_strided_weights and ops.mla_decode is not None:
             self.absorbed = WeightCopies(self.kv_b, self.num_heads, (hf.qk_nope_head_dim, hf.v_head_dim))
+        self.write_beside: RunBeside = run_at_once
+        # NPU-ADAPTATION(mla-second-stream): the kernel that writes the cache runs on the vector cores, while projecting
+        # the queries keeps the matrix cores busy: on two streams they run at the same time; drop when one kernel does
+        # both.
+        if parallel.config.enable_multistream_mla and ops.run_beside is not None:
+            self.write_beside = ops.run_beside
+        # NPU-ADAPTATION END
         self.o_proj = RowParallelLinear(hf.num_attention_heads * hf.v_head_dim, hf.hidden_size, ops, parallel.tp)
 
     def forward(
@@ -69,7 +78,8 @@ class MultiHeadLatentAttention(nn.Module):
         hf, ops = self.hf, self.ops
         q_T, kv_TD = self._project(x_TH)
         norm = (self.kv_a_layernorm.weight, hf.rms_norm_eps)
-        ops.norm_rope_write_kv(cache, kv_TD, *norm, cos_TR, sin_TR, context.slots_T)
+        write = partial(ops.norm_rope_write_kv, cache, kv_TD, *norm, cos_TR, sin_TR, context.slots_T)
+        written = (self.write_beside if context.prefill is None else run_at_once)(write)
         if context.sampled_B is not None:
             q_T, cos_TR, sin_TR = (rows.index_select(0, context.sampled_B) for rows in (q_T, cos_TR, sin_TR))
         q_TNC = self._queries(q_T).view(len(q_T), self.num_heads, -1)
@@ -77,6 +87,7 @@ class MultiHeadLatentAttention(nn.Module):
         q_rope_TNR = ops.rotary_interleaved(q_TNC[..., hf.qk_nope_head_dim :], cos_TR, sin_TR)
         kv_b_NCL = dense(self.kv_b).view(self.num_heads, -1, hf.kv_lora_rank)
         split, parts = context.num_decode_tokens, []
+        written()
         if context.decode is not None and ops.mla_decode is None:
             decode = (q_nope_TNP[:split], q_rope_TNR[:split], kv_b_NCL, cache, context.decode.as_prefill(), self.scale)
             parts.append(ops.mla_prefill(*decode))
