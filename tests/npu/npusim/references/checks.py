@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
-import re
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -21,10 +18,14 @@ class KernelRefused(RuntimeError):
 
 
 @functools.cache
+def _runtime() -> ctypes.CDLL:
+    return ctypes.CDLL(str(library_dir() / "libascendcl.so"))
+
+
 def cann_version() -> tuple[int, ...]:
     """The leading numbers of the simulated CANN's version (``FAKE_NPU_CANN``): (8, 3)."""
     text = ctypes.create_string_buffer(64)
-    ctypes.CDLL(str(library_dir() / "libascendcl.so")).aclsysGetVersionStr(b"runtime", text)
+    _runtime().aclsysGetVersionStr(b"runtime", text)
     return tuple(int(part) for part in text.value.decode().split(".") if part.isdigit())
 
 
@@ -32,15 +33,6 @@ def require(is_supported: bool, op: str, limit: str) -> None:
     """Raises ``KernelRefused`` with the op's name and the limit that the call is outside of."""
     if not is_supported:
         raise KernelRefused(f"{op}: {limit}")
-
-
-def is_cann_before(*version: int) -> bool:
-    """Whether the toolkit that ASCEND_HOME_PATH names is older; without one this is the newest."""
-    for info in Path(os.environ.get("ASCEND_HOME_PATH", "/nowhere")).glob("*-linux/ascend_toolkit_install.info"):
-        found = re.search(r"^version=(\d+)\.(\d+)", info.read_text("utf-8"), re.MULTILINE)
-        if found is not None:
-            return (int(found[1]), int(found[2])) < version
-    return False
 
 
 def require_floats(op: str, *tensors: Tensor | None) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from npusim.reference import reference
 from npusim.references.attention_layout import check_ends, hidden_positions, masked_scores, repeat_heads, sequences
-from npusim.references.checks import is_cann_before, require
+from npusim.references.checks import cann_version, require
 
 OP = "npu_fused_infer_attention_score"
 NO_LIMIT = 2147483647
@@ -68,7 +68,7 @@ def fused_infer_attention_score(
         rope = sequences(query_rope, input_layout, num_heads, ends)
         channels = (queries[0].shape[-1], rope[0].shape[-1])
         require(channels == DEEPSEEK and num_kv_heads == 1, OP, f"query_rope wants {DEEPSEEK} channels, one key head")
-        heads = ROPE_HEADS_BEFORE_8_3 if is_cann_before(8, 3) else ROPE_HEADS
+        heads = ROPE_HEADS_BEFORE_8_3 if cann_version() < (8, 3) else ROPE_HEADS
         require(num_heads in heads, OP, f"query_rope wants one of {heads} heads, got {num_heads}")
         queries = [torch.cat(pair, -1) for pair in zip(queries, rope, strict=True)]
         keys = [torch.cat(pair, -1) for pair in zip(keys, _keys(key_rope, *layout), strict=True)]
