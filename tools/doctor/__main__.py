@@ -1,10 +1,11 @@
-"""`python -m tools.doctor`: one table; exit code 1 when a run would not start."""
+"""`python -m tools.doctor`: one table; exit code 1 when a run would not start, or when --die finds a problem."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -25,16 +26,31 @@ def main() -> None:
     add("--master-addr", default=os.environ.get("MASTER_ADDR"), help="the head node (default: MASTER_ADDR)")
     interface = os.environ.get("SOCKET_IFNAME")
     add("--socket-ifname", default=interface, help="interface to use (default: SOCKET_IFNAME)")
+    add("--die", action="store_true", help="check the dies themselves instead: ops, a captured layer, exchanges")
     args = parser.parse_args()
-    options = Options(args.output_dir, tuple(args.ports), args.master_addr, args.socket_ifname, args.config)
+    if args.die:
+        from tools.doctor import die  # torch and both engines, which the other findings do without
+
+        try:
+            findings = die.examine()
+        except (ValueError, ImportError) as error:  # no torch_npu, no CANN under it, or no die
+            parser.error(f"--die: {error}")
+        has_problem = print_table(findings)
+        print(die.verdict(has_problem))
+    else:
+        options = Options(args.output_dir, tuple(args.ports), args.master_addr, args.socket_ifname, args.config)
+        has_problem = print_table(examine(options))
+        print("A run would not start: see the problems above." if has_problem else "Ready for a run.")
+    sys.exit(has_problem)
+
+
+def print_table(findings: Sequence[Finding]) -> bool:
+    """Print a row for each finding, and return whether any is a problem."""
     table = Table("", "what", "found", "what to do", show_lines=False)
-    findings = examine(options)
     for finding in findings:
         table.add_row(finding.mark, finding.name, finding.value, finding.remedy)
-    has_problem = any(finding.is_fatal for finding in findings)
-    verdict = "A run would not start: see the problems above." if has_problem else "Ready for a run."
-    Console().print(table, verdict, sep="\n")
-    sys.exit(has_problem)
+    Console().print(table)
+    return any(finding.is_fatal for finding in findings)
 
 
 def examine(options: Options) -> list[Finding]:

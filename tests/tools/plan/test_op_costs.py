@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tools.doctor.die_ops import CASES
 from tools.plan.op_costs import TABLE, by_phase, cost_of, main, report
 
 
@@ -33,6 +34,13 @@ from tools.plan.op_costs import TABLE, by_phase, cost_of, main, report
 def test_costs(op: str, types: str, on_control: bool, waits: bool) -> None:
     cost = cost_of(op, types)
     assert cost is not None and (cost.on_control, cost.waits) == (on_control, waits)
+
+
+def test_what_a_die_must_confirm_names_a_row_of_the_doctor() -> None:
+    table = tomllib.loads(TABLE.read_text(encoding="utf-8"))
+    known = {op for entry in table["entry"] for op in entry["ops"]}
+    assert set(table["die"]) <= {case.name for case in CASES}
+    assert {op for ops in table["die"].values() for op in ops} <= known
 
 
 def test_every_entry_has_a_source_and_no_op_two_entries() -> None:
