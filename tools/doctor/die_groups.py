@@ -58,16 +58,13 @@ ROLLOUT = {
     "ep": Traffic("all_gather", BF16, 64 * 7168),
     "dp": Traffic("all_gather", INT32, 64),
 }
-INT64 = "int64 all_reduce"
-INT64_REMEDY = "weight syncs would fail (verl/workers/sharding_manager/weight_sync.py): report it"
 
 
 def checks() -> list[Check]:
-    """A row for each group that has a buffer of its own, and at last what may hang: sums of int64."""
+    """A row for each group that has a buffer of its own."""
     return [
         *(Check(f"training {group}", partial(check_training, group)) for group in BUFFER_MIB),
         *(Check(f"rollout {group}", partial(check_rollout, group)) for group in ROLLOUT_BUFFER_MIB),
-        Check(INT64, check_int64),
     ]
 
 
@@ -94,21 +91,6 @@ def check(name: str, traffic: Traffic, options: Any, die: Die) -> Finding:
         remedy = "do not train over these links: run hccl_test of CANN's tools, and report it with the versions"
         return Finding(name, f"{what}: {wrong}", remedy, is_fatal=True)
     return Finding(name, f"{what}: {in_ms(took)}, {mine.nbytes / took / 1e9:.3g} GB/s")
-
-
-def check_int64(die: Die) -> Finding:
-    """For information: CANN lists it on one of its pages for A3 only; weight syncs add their digests so."""
-    group = GroupCoordinator(die.rank, die.num_dies, dist.new_group(list(range(die.num_dies))))
-    x = torch.tensor([die.rank, -(2**40)], device=die.device)
-    try:
-        summed = group.all_reduce(x)
-        die.platform.synchronize()
-    except RuntimeError as error:
-        return Finding(INT64, "refused", f"{INT64_REMEDY}: {str(error).splitlines()[0]}")
-    sum_of_ranks = die.num_dies * (die.num_dies - 1) // 2
-    wrong = difference(summed, torch.tensor([sum_of_ranks, -(2**40) * die.num_dies]))
-    group.destroy()
-    return Finding(INT64, wrong or "as expected", INT64_REMEDY if wrong else "")
 
 
 def _given(rank: int, numel: int, device: torch.device) -> Tensor:

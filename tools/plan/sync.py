@@ -47,7 +47,7 @@ def planned_sync(worker: ActorRolloutRefWorker) -> tuple[dict[str, int], tuple[C
         "kept": sum(transfer.num_bytes for round_ in rounds for transfer in round_.local),
         "buckets": sync.transfer.peak_bytes,
     }
-    digests = Collective("all_reduce", "world", ranks, "int64", 2, 2, None, -1)
+    digests = Collective("all_reduce", "world", ranks, "int32", 8, 8, None, -1)
     return num_bytes, (*calls, digests)
 
 

@@ -114,7 +114,7 @@ def all_to_all_experts(
     """
     num_here, top_k = len(w13_E2FH), ids_TK.shape[1]
     ids_S = ids_TK[:num_active].reshape(-1)
-    order_S = ids_S.argsort(stable=True)  # by expert, and so by rank
+    order_S = ids_S.float().argsort(stable=True)  # by expert, and so by rank; accelerators do not sort integers
     sent_G = torch.bincount(ids_S // num_here, minlength=group.world_size)
     counts_2G = torch.stack((sent_G, group.all_to_all(sent_G))).tolist()
     tokens_S = torch.div(order_S, top_k, rounding_mode="floor")

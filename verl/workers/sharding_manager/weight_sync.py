@@ -20,6 +20,7 @@ from verl.workers.sharding_manager.weight_transfer import WeightTransfer
 from vllm.model_executor.model_loader.digest import WeightDigest, differences, odd_numbers
 from vllm.model_executor.model_loader.rank_shards import RankShards
 
+MAX_RANKS = 1 << 15  # whose sums of 16 bits fit int32
 _SHOWN = 12
 _SALT = 3  # differs from the salts of the digests
 
@@ -91,7 +92,7 @@ class WeightSync:
 class WeightsCheck:
     """Compares the digests of a group's rollout engines with those of its trainers.
 
-    A rank adds both up to one number, so that a successful sync has one all-reduce of two words:
+    A rank adds both up to one number, so that a successful sync has one all-reduce of two numbers:
 
         sum_n w_n (sum_destinations found_n - num_destinations_n sum_ranks trained_n)  mod 2^64
 
@@ -125,16 +126,24 @@ class WeightsCheck:
         if not is_wrong:
             values = np.array([found[name].value for name in self._forms], dtype=np.uint64).view(np.int64)
             mine += (torch.from_numpy(values) * self._weights_M).sum()
-        both = torch.stack((mine, torch.tensor(int(is_wrong)))).to(trained_N.device)
-        dist.all_reduce(both, group=self._group)
-        if both.any():
+        both = torch.stack((mine, torch.tensor(int(is_wrong))))
+        if any(self._sum_over_ranks(both, trained_N.device)):
             self._raise_differences(trained_N, found)
 
+    def _sum_over_ranks(self, mine_N: Tensor, device: torch.device) -> list[int]:
+        """Sums mod 2^64 of what every rank has on its host, int64 [N].
+
+        They travel in four int32 of 16 bits each: not every device's collectives add 64-bit numbers.
+        """
+        assert self._group.size() <= MAX_RANKS, self._group.size()
+        quarters_N4 = mine_N.numpy().view(np.uint16).astype(np.int32).reshape(-1, 4)
+        sums_N4 = torch.from_numpy(quarters_N4).to(device)
+        dist.all_reduce(sums_N4, group=self._group)
+        return [sum(quarter << 16 * place for place, quarter in enumerate(row)) % 2**64 for row in sums_N4.tolist()]
+
     def _raise_differences(self, trained_N: Tensor, found: dict[str, WeightDigest]) -> NoReturn:
-        expected_N = trained_N.clone()
-        dist.all_reduce(expected_N, group=self._group)
-        values = expected_N.tolist()
-        expected = {name: WeightDigest(*form, values[self._index[name]] % 2**64) for name, form in self._forms.items()}
+        values = self._sum_over_ranks(trained_N.cpu(), trained_N.device)
+        expected = {name: WeightDigest(*form, values[self._index[name]]) for name, form in self._forms.items()}
         mine = differences(expected, found)
         by_rank: list[tuple[int, list[str]]] = [(0, [])] * self._group.size()
         dist.all_gather_object(by_rank, (len(mine), mine[:_SHOWN]), group=self._group)

@@ -494,6 +494,10 @@ Communicator& taking(HcclComm comm, HcclDataType dtype) {  // on the vector core
         raise(HCCL_E_NOT_SUPPORT, "a collective of type %d on the vector cores, which take no 64-bit types", int(dtype));
     return of(comm);
 }
+Communicator& reducing(HcclComm comm, HcclDataType dtype) {  // CANN's lists of modes differ on int64: none is the safe reading
+    if (element_size(dtype) == 8) raise(HCCL_E_NOT_SUPPORT, "a reduction of type %d: use 32 bits", int(dtype));
+    return taking(comm, dtype);
+}
 HcclResult HcclBarrier(HcclComm comm, Stream) {
     return submit("HcclBarrier", [=] { meet(of(comm), "barrier"); });
 }
@@ -509,7 +513,7 @@ HcclResult HcclAllGatherV(void* send, uint64_t, void* receive, const void* count
 }
 HcclResult HcclAllReduce(void* send, void* receive, uint64_t count, HcclDataType dtype, HcclReduceOp op, HcclComm comm, Stream) {
     return submit("HcclAllReduce", [=] {
-        all_reduce(taking(comm, dtype), static_cast<char*>(send), static_cast<char*>(receive), count * element_size(dtype), dtype, op);
+        all_reduce(reducing(comm, dtype), static_cast<char*>(send), static_cast<char*>(receive), count * element_size(dtype), dtype, op);
     });
 }
 HcclResult HcclReduce(void* send, void* receive, uint64_t count, HcclDataType dtype, HcclReduceOp op, uint32_t root,
@@ -517,7 +521,7 @@ HcclResult HcclReduce(void* send, void* receive, uint64_t count, HcclDataType dt
     return submit("HcclReduce", [=] {
         std::vector<char> unwanted(of(comm).rank == root ? 0 : count * element_size(dtype));
         char* to = of(comm).rank == root ? static_cast<char*>(receive) : unwanted.data();
-        all_reduce(taking(comm, dtype), static_cast<char*>(send), to, count * element_size(dtype), dtype, op);
+        all_reduce(reducing(comm, dtype), static_cast<char*>(send), to, count * element_size(dtype), dtype, op);
     });
 }
 HcclResult HcclBroadcast(void* buffer, uint64_t count, HcclDataType dtype, uint32_t root, HcclComm comm, Stream) {
@@ -527,14 +531,14 @@ HcclResult HcclReduceScatter(void* send, void* receive, uint64_t count, HcclData
                              Stream) {
     return submit("HcclReduceScatter", [=] {
         const std::vector<uint64_t> bytes(of(comm).size, count * element_size(dtype));
-        reduce_scatter(taking(comm, dtype), static_cast<char*>(send), static_cast<char*>(receive), bytes, dtype, op);
+        reduce_scatter(reducing(comm, dtype), static_cast<char*>(send), static_cast<char*>(receive), bytes, dtype, op);
     });
 }
 HcclResult HcclReduceScatterV(void* send, const void* counts, const void* offsets, void* receive, uint64_t, HcclDataType dtype,
                               HcclReduceOp op, HcclComm comm, Stream) {
     const Splits out = splits_of(counts, offsets, of(comm).size, element_size(dtype));
     return submit("HcclReduceScatterV", [=] {
-        reduce_scatter(taking(comm, dtype), static_cast<char*>(send), static_cast<char*>(receive), out.sizes, dtype, op);
+        reduce_scatter(reducing(comm, dtype), static_cast<char*>(send), static_cast<char*>(receive), out.sizes, dtype, op);
     });
 }
 HcclResult HcclScatter(void* send, void* receive, uint64_t count, HcclDataType dtype, uint32_t root, HcclComm comm, Stream) {
