@@ -228,13 +228,13 @@ def kernel_exchanged_experts(
     capacity = len(x_TH) * num_ranks * min(len(w13_E2FH), ids_TK.shape[1])
     rows_AH = x_TH.new_empty(capacity, x_TH.shape[1])
     info = x_TH.new_empty(capacity * INFO_WIDTH, dtype=torch.int32)
-    launched(2)
+    launched(3)  # the choices as int32, dispatch and combine
     on_exchange("dispatch")
     done_AH = _product(silu_and_mul(_product(rows_AH, w13_E2FH)), w2_EHF)
     on_exchange("combine")
     combined_TH = torch.empty_like(x_TH)
     del rows_AH, info, done_AH
-    return combined_TH.masked_fill(torch.ones_like(x_TH[:, :1], dtype=torch.bool), 0)
+    return combined_TH.masked_fill(torch.empty_like(x_TH[:, :1], dtype=torch.bool), 0)  # the mask is the step's
 
 
 def silu_and_mul(x_T2F: Tensor) -> Tensor:

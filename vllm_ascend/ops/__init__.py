@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vllm.ops.contract import RolloutOps
 from vllm.ops.reference import linear
-from vllm_ascend.ops.exchanged_experts import exchanged_experts
+from vllm_ascend.ops.exchanged_experts import ExchangedExperts
 from vllm_ascend.ops.fused_experts import fused_experts
 from vllm_ascend.ops.gqa_cache import new_gqa_cache, norm_rope_write_gqa
 from vllm_ascend.ops.gqa_decode import gqa_decode
@@ -46,7 +46,7 @@ def rollout_ops() -> RolloutOps:
         gqa_prefill=GqaPrefill(),
         topk_router=topk_router,
         fused_experts=fused_experts,
-        exchanged_experts=exchanged_experts,
+        exchanged_experts=ExchangedExperts(),
         silu_and_mul=silu_and_mul,
         sample=sample,
         implementations=dict.fromkeys(RolloutOps.entries(), "native") | MIXED,

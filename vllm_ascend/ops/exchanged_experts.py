@@ -36,20 +36,37 @@ ONE_TP_RANK = 1  # A3's kernels want a TP group named all the same, the EP group
 COUNTS = 1  # expert_token_nums_type
 
 
-def exchanged_experts(
-    x_TH: Tensor,
-    w13_E2FH: Tensor,
-    w2_EHF: Tensor,
-    weights_TK: Tensor,
-    ids_TK: Tensor,
-    num_active: int,
-    group: GroupCoordinator,
-) -> Tensor:
-    """See ``RolloutOps.exchanged_experts``."""
-    if not is_one_call(x_TH, ids_TK.shape[1], len(w13_E2FH), group.world_size):
-        return all_to_all_experts(x_TH, w13_E2FH, w2_EHF, weights_TK, ids_TK, num_active, group, fused_experts)
-    is_active_T = torch.arange(len(x_TH), device=x_TH.device) < num_active
-    return _dispatch_and_combine(x_TH, w13_E2FH, w2_EHF, weights_TK.float(), ids_TK.int(), is_active_T, group)
+class ExchangedExperts:
+    """See ``RolloutOps.exchanged_experts``. Holds the masks of active rows, which all layers of a step share: as many
+    as there are numbers of rows and active ones in a call, a few bytes each.
+    """
+
+    def __init__(self) -> None:
+        self._masks: dict[tuple[int, int, torch.device], tuple[Tensor, Tensor]] = {}
+
+    def __call__(
+        self,
+        x_TH: Tensor,
+        w13_E2FH: Tensor,
+        w2_EHF: Tensor,
+        weights_TK: Tensor,
+        ids_TK: Tensor,
+        num_active: int,
+        group: GroupCoordinator,
+    ) -> Tensor:
+        if not is_one_call(x_TH, ids_TK.shape[1], len(w13_E2FH), group.world_size):
+            return all_to_all_experts(x_TH, w13_E2FH, w2_EHF, weights_TK, ids_TK, num_active, group, fused_experts)
+        masks = self._masks_of(len(x_TH), num_active, x_TH.device)
+        return _dispatch_and_combine(x_TH, w13_E2FH, w2_EHF, weights_TK.float(), ids_TK.int(), masks, group)
+
+    def _masks_of(self, rows: int, num_active: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Bool [T], whether a row is active, and bool [T, 1], whether it is not."""
+        key = rows, num_active, device
+        if key not in self._masks:
+            # Never during a capture, whose tensors belong to its graph: a step has run before it is captured.
+            is_active_T = torch.arange(rows, device=device) < num_active
+            self._masks[key] = is_active_T, ~is_active_T.unsqueeze(1)
+        return self._masks[key]
 
 
 def exchange_problem(config: VllmConfig) -> str | None:
@@ -152,10 +169,12 @@ def _dispatch_and_combine(
     w2_EHF: Tensor,
     weights_TK: Tensor,
     ids_TK: Tensor,
-    is_active_T: Tensor,
+    masks: tuple[Tensor, Tensor],
     group: GroupCoordinator,
 ) -> Tensor:
     import torch_npu
+
+    is_active_T, is_padding_T1 = masks
 
     rank, num_ranks, communicator = group.rank_in_group, group.world_size, _communicator(group)
     num_experts = len(w13_E2FH) * num_ranks
@@ -192,7 +211,7 @@ def _dispatch_and_combine(
         shared_expert_rank_num=NO_SHARED_EXPERT_RANKS,
     )
     # What the kernel leaves in the rows of masked tokens is not said.
-    return combined_TH.masked_fill(~is_active_T.unsqueeze(1), 0)
+    return combined_TH.masked_fill(is_padding_T1, 0)
 
 
 def _communicator(group: GroupCoordinator) -> str:
