@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import uuid
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the tests of files that start processes; where processes share the files, put the longest files first."""
+    """Mark the tests of files that start processes; where processes share the files, put the longest files first.
+
+    Tests that need a newer torch than the installed one are skipped.
+    """
     for item in items:
+        for needs in item.iter_markers("needs_torch"):
+            version, reason = needs.args
+            if _numbers(metadata.version("torch")) < _numbers(version):
+                item.add_marker(pytest.mark.skip(reason=f"needs torch {version}: {reason}"))
         if starts_processes(item.path):
             item.add_marker("processes")
     if _is_worker(config):
@@ -78,6 +86,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
             f"NOT COLLECTED: {len(left_out)} files of device tests in tests/npu, because this environment has no "
             "simulated NPU. `bash tests/npu/run.sh` makes one and runs them."
         )
+
+
+def _numbers(version: str) -> list[int]:
+    """2.13.0+cpu as [2, 13, 0]."""
+    return [int(part) for part in version.split("+")[0].split(".")]
 
 
 def _is_worker(config: pytest.Config) -> bool:

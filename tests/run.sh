@@ -8,9 +8,10 @@ usage: tests/run.sh [--quick | --all] [pytest arguments]
 
   (no option)  everything but the tests marked slow; this is what CI runs
   --quick      ruff, mypy and the tests whose files start no process
-  --all        slow tests too
+  --all        slow tests too, and the default run's tests again on torch 2.5.1, the stack of CANN 8.2.RC1
 
 With pytest arguments the main suite runs them in one process, and the device tests are left to tests/npu/run.sh.
+CANN82_VENV_DIR  the environment of that stack (default: .venv-cann82 in the repository); 6 GiB on x86_64
 TEST_WORKERS  processes that share the test files, a file each at a time (default: 3, of which some always wait; 2 with
               --quick, where none waits)
 TEXT
@@ -95,4 +96,16 @@ fi
 join "mypy"
 step "pytest"
 "$PY" -m pytest "${selected[@]}" "$@" || status=$?
+
+# What needs a newer torch is marked needs_torch and skipped here.
+if [ "$which" = all ] && [ "$with_device_tests" = yes ]; then
+    step "pytest on torch 2.5.1 (STACK=cann82)"
+    older="${CANN82_VENV_DIR:-$ROOT/.venv-cann82}"
+    if STACK=cann82 VENV_DIR="$older" bash tools/setup_env.sh dev; then
+        "$older/bin/python" -m pytest "$@" || status=$?
+    else
+        echo "FAILED: no test ran on torch 2.5.1, because its environment could not be made (the lines above say why)"
+        status=1
+    fi
+fi
 exit "$status"

@@ -10,7 +10,9 @@ usage: tools/setup_env.sh [base|dev|simulator]
   dev        base, and what the tests and checks need
   simulator  a second environment over the dev one, with torch_npu, for tests/npu on a machine without NPUs
 
-Environment: VENV_DIR      where to make it (default: .venv in the repository)
+Environment: STACK         which versions: cann92 (default; requirements/, torch 2.13) or cann82 (requirements/cann82/, torch
+                           2.5.1 for CANN 8.2.RC1, base and dev only); an environment keeps the stack that it was made with
+             VENV_DIR      where to make it (default: .venv in the repository)
              NPU_VENV_DIR  where to make the simulator's (default: .venv-npu in the repository)
              PYTHON        the interpreter to make it with (default: the first python3 that is 3.11 or newer)
 
@@ -21,7 +23,7 @@ TEXT
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV_DIR="${VENV_DIR:-$ROOT/.venv}"
 LAYER="${1:-base}"
-REQUIREMENTS="$ROOT/requirements"
+STACK="${STACK:-cann92}"
 
 say() { echo "[setup] $*" >&2; }
 die() {
@@ -35,18 +37,25 @@ case "$LAYER" in
     *) usage >&2 && die "unknown layer '$LAYER': expected base, dev or simulator" ;;
 esac
 
+# The wheels of torch-npu 2.5.1.post1 end at Python 3.11.
+case "$STACK" in
+    cann92) REQUIREMENTS="$ROOT/requirements" PYTHON_RANGE="3.11 or newer" IS_WANTED='sys.version_info >= (3, 11)' ;;
+    cann82) REQUIREMENTS="$ROOT/requirements/cann82" PYTHON_RANGE="3.11" IS_WANTED='sys.version_info[:2] == (3, 11)' ;;
+    *) die "unknown STACK=$STACK: expected cann92 or cann82" ;;
+esac
+
 find_python() {
     local candidate
     for candidate in "${PYTHON:-}" python3 python3.11 python3.12 python3.13; do
         [ -n "$candidate" ] || continue
-        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+        if "$candidate" -c "import sys; sys.exit(not ($IS_WANTED))" 2>/dev/null; then
             echo "$candidate"
             return
         elif [ "$candidate" = "${PYTHON:-}" ]; then
-            die "PYTHON=$PYTHON is not a Python 3.11 or newer that runs: name another, or unset PYTHON"
+            die "PYTHON=$PYTHON is not a Python $PYTHON_RANGE that runs: name another, or unset PYTHON"
         fi
     done
-    die "no Python 3.11 or newer found: install one (Debian: apt-get install python3 python3-venv) or set PYTHON=/path/to/python3"
+    die "no Python $PYTHON_RANGE found: install one (Debian: apt-get install python3 python3-venv) or set PYTHON=/path/to/python3"
 }
 
 has_npu() {
@@ -91,7 +100,17 @@ fingerprint() {
         "$PYTHON_FOUND" -c 'import sys; print(sys.version, sys.base_prefix)'
         echo "$WITH_NPU"
         cat "$REQUIREMENTS"/*.txt
+        [ "$STACK" = cann92 ] || cat "$ROOT/requirements/dev.txt"
     } | "$PYTHON_FOUND" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
+}
+
+# Neither stack is put over the other: what the first one drew in would stay, and nobody asked for the change.
+check_stack() {
+    local found=cann92
+    compgen -G "$VENV_DIR/.stamp-*" >/dev/null || return 0
+    [ ! -f "$VENV_DIR/.stack" ] || found="$(cat "$VENV_DIR/.stack")"
+    [ "$found" = "$STACK" ] ||
+        die "VENV_DIR=$VENV_DIR was made with STACK=$found, and STACK is $STACK: set STACK=$found, or name another VENV_DIR"
 }
 
 is_current() {
@@ -110,9 +129,9 @@ make_venv() {
 
 install_packages() {
     local files=(-r "$REQUIREMENTS/base.txt")
-    [ "$LAYER" = base ] || files+=(-r "$REQUIREMENTS/$LAYER.txt")
+    [ "$LAYER" = base ] || files+=(-r "$ROOT/requirements/$LAYER.txt")
     [ "$WITH_NPU" = no ] || files+=(-r "$REQUIREMENTS/npu.txt")
-    say "installing the $LAYER layer$([ "$WITH_NPU" = no ] || echo ' and torch_npu') (a few minutes the first time; log: $VENV_DIR/install.log)"
+    say "installing the $LAYER layer of $STACK$([ "$WITH_NPU" = no ] || echo ' and torch_npu') (a few minutes the first time; log: $VENV_DIR/install.log)"
     # The pinned torch rides in the same command as everything else, so no other build can be drawn in by a dependency.
     if ! "$VENV_DIR/bin/python" -m pip install --no-input --disable-pip-version-check --progress-bar off \
         -c "$REQUIREMENTS/constraints.txt" "${files[@]}" >"$VENV_DIR/install.log" 2>&1; then
@@ -121,7 +140,9 @@ install_packages() {
     fi
 }
 
+check_stack
 if [ "$LAYER" = simulator ]; then
+    [ "$STACK" = cann92 ] || die "the simulated devices are for STACK=cann92: torch-npu 2.5.1.post1 does not run on them"
     NPU_VENV_DIR="${NPU_VENV_DIR:-$ROOT/.venv-npu}"
     [ -x "$VENV_DIR/bin/python" ] || die "no environment in VENV_DIR=$VENV_DIR to put it over: run tools/setup_env.sh dev first"
     if ! simulator_is_current; then
@@ -159,6 +180,7 @@ fi
 started=$SECONDS
 make_venv
 rm -f "$VENV_DIR"/.stamp-*
+echo "$STACK" >"$VENV_DIR/.stack"
 install_packages
 for layer in base "$LAYER"; do
     echo "$WANTED" >"$VENV_DIR/.stamp-$layer.tmp"

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from hf_formats.fp8 import BLOCK, Fp8Blocks, row_scales
+from megatron.core.ops.cpu import instructions
 from mindspeed_llm.weight_source import CopyValues, Origin, copy_values
 
 KernelsName = Literal["native", "torch"]
@@ -115,7 +116,7 @@ def _build() -> Path:
     is_x86 = platform.machine() in ("x86_64", "AMD64")
     target_flags = ("-march=native", "-mprefer-vector-width=512") if is_x86 else ("-mcpu=native",)
     command = [compiler, *_FLAGS, *target_flags]
-    facts = repr((command, sorted(torch.cpu.get_capabilities().items()))).encode() + _SOURCE.read_bytes()
+    facts = repr((command, sorted(instructions()))).encode() + _SOURCE.read_bytes()
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     target = root / "r1-zero-ascend" / "mindspeed_llm" / f"kernels-{hashlib.sha256(facts).hexdigest()[:20]}.so"
     if target.is_file():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 from tools.doctor.finding import load_table
@@ -20,19 +21,43 @@ def instructions() -> str:
 def test_python_packages_come_from_the_pinned_requirements_only() -> None:
     installs = re.findall(r"-m pip install ([^\n]*)", instructions())
     assert len(installs) == 1
-    words = installs[0].split()
+    words = [word.strip('"') for word in installs[0].split()]
     files = [words[i + 1] for i, word in enumerate(words) if word in ("-r", "-c")]
-    assert files == ["requirements/constraints.txt", "requirements/base.txt", "requirements/npu.txt"]
+    assert files == ["$pins/constraints.txt", "$pins/base.txt", "$pins/npu.txt"]
     assert [word for word in words if not word.startswith("-") and word not in files] == []
-    for name in files:
-        for line in (ROOT / name).read_text(encoding="utf-8").splitlines():
-            assert not line.strip() or line.startswith("#") or "==" in line, f"{name}: {line} is not pinned"
+    for stack in load_table()[0]:
+        for name in (file.replace("$pins", stack.requirements) for file in files):
+            for line in (ROOT / name).read_text(encoding="utf-8").splitlines():
+                assert not line.strip() or line.startswith("#") or "==" in line, f"{name}: {line} is not pinned"
 
 
-def test_the_image_has_the_cann_that_the_pinned_torch_npu_belongs_to() -> None:
-    (tag,) = re.findall(r"ARG CANN_IMAGE=\S+:(\S+)", instructions())
-    stack = load_table()[0][0]
-    assert tag.startswith(f"{stack.cann}.") and "-a3-" in tag
+def test_every_stack_has_an_image_with_its_cann_and_its_pins() -> None:
+    images = dict(re.findall(r"^FROM quay\.io/ascend/cann:(\S+) AS (\w+)$", instructions(), re.MULTILINE))
+    stacks = load_table()[0]
+    assert list(images.values()) == [stack.name for stack in stacks]
+    for tag, stack in zip(images, stacks, strict=True):
+        assert tag.startswith(f"{stack.cann}.") and "-a3-" in tag and tag.endswith("-py3.11")
+        chosen = subprocess.run(
+            ["bash", "-c", f'{_choice_of_pins()}; echo "$pins"'],
+            env={"STACK": stack.name},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert chosen.stdout.strip() == stack.requirements
+    assert re.findall(r"^ARG (\w+)=(\S+)$", instructions(), re.MULTILINE) == [
+        ("STACK", stacks[0].name),
+        ("CANN_IMAGE", "${STACK}"),
+    ]
+    # An ARG before the first FROM is not seen after it unless it is named again.
+    _, _, last_stage = instructions().partition("FROM ${CANN_IMAGE}\n")
+    assert last_stage.startswith("ARG STACK\n")
+
+
+def _choice_of_pins() -> str:
+    """The words of the shell that choose the folder of pins."""
+    (choice,) = re.findall(r"RUN (case .* esac)", instructions())
+    return choice
 
 
 def test_what_is_copied_is_there() -> None:

@@ -16,7 +16,7 @@ from tests.mindspeed_llm.tiny import tiny_hf_config
 from tests.tools.doctor_needs import needs_of
 from tools.doctor import ascend, host, links
 from tools.doctor.__main__ import examine
-from tools.doctor.finding import GIB, Finding, Options, load_table, needs_of_config
+from tools.doctor.finding import GIB, Finding, Options, Stack, load_table, needs_of_config
 from verl.trainer.config import load_config
 from vllm_ascend import versions
 
@@ -170,7 +170,12 @@ def test_every_config_of_the_recipe_has_a_row_and_others_are_refused() -> None:
         needs_of_config("nothing")
 
 
-def test_the_first_stack_is_the_pinned_one() -> None:
-    stack = load_table()[0][0]
-    assert stack.torch == host.pinned(host.ROOT / "requirements/base.txt")["torch"]
-    assert stack.torch_npu == host.pinned(host.ROOT / "requirements/npu.txt")["torch-npu"]
+@pytest.mark.parametrize("stack", load_table()[0], ids=lambda stack: stack.name)
+def test_every_stack_is_the_one_that_its_folder_pins(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = host.ROOT / stack.requirements
+    pins = host.pinned(folder / "base.txt")
+    assert stack.torch == pins["torch"]
+    assert stack.torch_npu == host.pinned(folder / "npu.txt")["torch-npu"]
+    monkeypatch.setattr(host, "version_of", pins.get)
+    found = list(host.packages())
+    assert found[0].value.startswith(stack.name) and not [finding for finding in found if finding.remedy]

@@ -22,11 +22,14 @@ def repo(tmp_path: Path) -> Path:
     (tmp_path / "requirements").mkdir()
     for layer in ("base", "dev", "npu", "constraints"):
         (tmp_path / f"requirements/{layer}.txt").write_text("# nothing\n", encoding="utf-8")
+    (tmp_path / "requirements/cann82").mkdir()
+    for layer in ("base", "npu", "constraints"):
+        (tmp_path / f"requirements/cann82/{layer}.txt").write_text("# nothing\n", encoding="utf-8")
     return tmp_path
 
 
 def setup(repo: Path, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    clean = {name: value for name, value in os.environ.items() if name not in ("VENV_DIR", "PYTHON")}
+    clean = {name: value for name, value in os.environ.items() if name not in ("VENV_DIR", "PYTHON", "STACK")}
     return subprocess.run(
         ["bash", "tools/setup_env.sh", *args],
         cwd=repo,
@@ -58,6 +61,22 @@ def test_two_at_once_make_one_environment_that_is_made_again_when_a_pin_changes(
     if is_mended:
         requirement.write_text("", encoding="utf-8")
         assert setup(repo).returncode == 0
+
+
+def test_an_environment_keeps_the_stack_that_it_was_asked_for(repo: Path) -> None:
+    (repo / "requirements/base.txt").write_text("./not-of-this-stack\n", encoding="utf-8")
+    made = setup(repo, "dev", STACK="cann82")
+    if sys.version_info[:2] != (3, 11):
+        assert made.returncode == 1 and "is not a Python 3.11 that runs" in made.stderr
+        return
+    assert made.returncode == 0 and "the dev layer of cann82" in made.stderr
+    assert "is up to date" in setup(repo, STACK="cann82").stderr
+    for other in ({}, {"STACK": "cann92"}):
+        refused = setup(repo, **other)
+        assert refused.returncode == 1 and "set STACK=cann82, or name another VENV_DIR" in refused.stderr
+    (repo / "requirements/dev.txt").write_text("# another pin\n", encoding="utf-8")
+    assert "installing the base layer of cann82" in setup(repo, STACK="cann82").stderr
+    assert "expected cann92 or cann82" in setup(repo, STACK="cann81").stderr
 
 
 def test_wrong_use_is_a_clear_error(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

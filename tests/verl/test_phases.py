@@ -24,6 +24,7 @@ def compiled() -> tuple[Callable[[torch.Tensor], torch.Tensor], list[int]]:
     return torch.compile(lambda x: x.sin() + 1, backend=backend), compilations
 
 
+@pytest.mark.needs_torch("2.6", "torch.compiler.set_stance; nothing in the tree is compiled without it")
 def test_compiled_functions_run_eagerly_in_training_only(
     compiled: tuple[Callable[[torch.Tensor], torch.Tensor], list[int]],
 ) -> None:

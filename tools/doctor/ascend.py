@@ -55,11 +55,11 @@ def _torch_npu(found: str | None, stack: Stack | None) -> Finding:
         return Finding("torch_npu", "not installed", remedy, is_fatal=True)
     if stack is None:
         known = ", ".join(row.torch_npu for row in load_table()[0])
-        remedy = f"not among the tested ones ({known}): install the one of requirements/npu.txt"
+        remedy = f"not among the tested ones ({known}): run tools/setup_env.sh in a new VENV_DIR"
         return Finding("torch_npu", found, remedy)
     torch = version_of("torch")
     if torch is not None and torch.split("+")[0] != stack.torch:
-        remedy = f"wants torch {stack.torch}, here is {torch}: run tools/setup_env.sh"
+        remedy = f"wants torch {stack.torch}, here is {torch}: run STACK={stack.name} bash tools/setup_env.sh"
         return Finding("torch_npu", found, remedy, is_fatal=True)
     return Finding("torch_npu", found)
 
@@ -89,6 +89,6 @@ def _cann(stack: Stack | None) -> Finding:
     if stack is not None and numbers(version)[:2] != numbers(stack.cann)[:2]:
         remedy = (
             f"torch_npu {stack.torch_npu} belongs to CANN {stack.cann}: use an image with that CANN (CANN_IMAGE of the "
-            "Dockerfile), or the torch_npu of this CANN"
+            "Dockerfile), or make another environment with the STACK of this CANN (docs/installation.md)"
         )
     return Finding("CANN", version, remedy)

@@ -40,8 +40,13 @@ class Options:
 
 @dataclass(frozen=True)
 class Stack:
-    """Versions that go together; ``cann`` and ``driver`` are prefixes of version numbers."""
+    """Versions that go together; ``cann`` and ``driver`` are prefixes of version numbers.
 
+    ``name`` is the value of STACK for tools/setup_env.sh, ``requirements`` the folder of the pins.
+    """
+
+    name: str
+    requirements: str
     torch: str
     torch_npu: str
     cann: str
@@ -63,6 +68,12 @@ def load_table(path: Path = TABLE) -> tuple[list[Stack], list[JobNeeds]]:
     """Both parts of the table."""
     table = tomllib.loads(path.read_text(encoding="utf-8"))
     return [Stack(**row) for row in table["stack"]], [JobNeeds(**row) for row in table["job"]]
+
+
+def stack_of_torch(version: str | None) -> Stack:
+    """The stack that has this torch; the first one when there is none."""
+    stacks = load_table()[0]
+    return next((stack for stack in stacks if version and version.split("+")[0] == stack.torch), stacks[0])
 
 
 def needs_of_config(name: str) -> JobNeeds:

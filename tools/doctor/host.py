@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from third_party import jemalloc
-from tools.doctor.finding import GIB, ROOT, Finding, JobNeeds
+from tools.doctor.finding import GIB, ROOT, Finding, JobNeeds, stack_of_torch
 
 
 def python() -> Iterator[Finding]:
@@ -24,15 +24,18 @@ def python() -> Iterator[Finding]:
 
 
 def packages() -> Iterator[Finding]:
-    """The packages that requirements/base.txt pins."""
-    pins = pinned(ROOT / "requirements/base.txt")
+    """The stack, by the torch that is installed, and the packages that its base.txt pins."""
+    stack = stack_of_torch(version_of("torch"))
+    pins = pinned(ROOT / stack.requirements / "base.txt")
+    set_up = f"run STACK={stack.name} bash tools/setup_env.sh"
+    yield Finding("stack", f"{stack.name}: torch {stack.torch}, torch_npu {stack.torch_npu}, CANN {stack.cann}")
     for name in ("torch", "ray", "transformers", "tensordict"):
         version = version_of(name)
         if version is None:
-            yield Finding(name, "not installed", "run tools/setup_env.sh", is_fatal=True)
+            yield Finding(name, "not installed", set_up, is_fatal=True)
         else:
             is_pinned = version.split("+")[0] == pins[name]
-            yield Finding(name, version, "" if is_pinned else f"pinned is {pins[name]}: run tools/setup_env.sh")
+            yield Finding(name, version, "" if is_pinned else f"pinned is {pins[name]}: {set_up}")
 
 
 def memory(needs: JobNeeds) -> Iterator[Finding]:

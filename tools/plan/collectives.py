@@ -121,5 +121,11 @@ def returned(func: Any, args: Sequence[Any], work: Any) -> Any:
     return work if func._schema.name in _WORK_ALONE else (args[0], work)
 
 
+def done_work(args: Sequence[Any]) -> Any:
+    """A work that has ended, as the planned group of the operation with ``args`` gives it for a barrier on the host."""
+    group = next(filter(_is_group, args))
+    return torch.ops.c10d.barrier(torch.empty(1), group, [], timeout=-1)
+
+
 def _is_group(x: Any) -> bool:
     return isinstance(x, torch.ScriptObject) and x._type().qualified_name().endswith("c10d.ProcessGroup")

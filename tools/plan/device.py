@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from megatron.core.parallel_state import PAIR
-from tools.plan.collectives import POINT_TO_POINT, Collective, CollectiveLog, describe, returned
+from tools.plan._compat import let_recompute_run_on_meta
+from tools.plan.collectives import POINT_TO_POINT, Collective, CollectiveLog, describe, done_work, returned
 from tools.plan.known_outputs import KnownOutputs
 from tools.plan.launches import LAUNCH, is_launch
 
@@ -114,6 +115,7 @@ class PlannedDevice(TorchDispatchMode):
     ) -> None:
         """buffer_bytes: memory of a communicator by the name of its group, ``PAIR`` for one of two ranks alone."""
         super().__init__()
+        let_recompute_run_on_meta()
         self.log, self.meter, self.has_host_memory = log, meter, has_host_memory
         self._buffer_bytes = buffer_bytes or (lambda group: 0)
         self._communicators: set[tuple[str, tuple[int, ...], int]] = set()
@@ -155,9 +157,7 @@ class PlannedDevice(TorchDispatchMode):
         self.launches += 1
         self.connect(call)
         if any(isinstance(x, torch.Tensor) and x.is_meta for x in tree_iter(list(args))):
-            from torch._C._distributed_c10d import FakeWork
-
-            return returned(func, args, FakeWork().boxed())
+            return returned(func, args, done_work(args))
         return func(*args, **kwargs)
 
     @contextmanager

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron.core.parallel_layout import ParallelLayout
 from megatron.core.parallel_state import GROUP_AXES, ProcessGroups
 from recipes.common.launcher.ray_node import npu_variables
+from tools.plan._compat import fake_process_group
 
 BACKEND = "planned"
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
@@ -68,6 +69,4 @@ def own_groups(layout: ParallelLayout, rank: int) -> ProcessGroups:
 
 
 def _new_backend(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-    from torch._C._distributed_c10d import FakeProcessGroup
-
-    return FakeProcessGroup._create_internal(rank, size)
+    return fake_process_group(rank, size)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import cache
 from itertools import groupby, pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +18,9 @@ from megatron.core.ops.fused_adamw import adamw_step
 from megatron.core.ops.reference import reference_ops
 from megatron.core.ops.reference_moe import GroupedMatmulFunction
 
-# torch's names of the instructions that multiply bfloat16. Without one of them torch multiplies bfloat16 several times
+# Linux's names of the instructions that multiply bfloat16. Without one of them torch multiplies bfloat16 several times
 # slower than float32, so the products are made from float32 copies and rounded once.
-_BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
+_BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16", "svebf16")
 # float32 copies and their products are made in chunks of about this many elements (64 MiB) and at least this many rows:
 # the logits of a large vocabulary would otherwise take more memory than all the layers.
 _WIDE_ELEMENTS, _MIN_WIDE_ROWS = 1 << 24, 256
@@ -42,8 +44,14 @@ def cpu_ops() -> TrainOps:
 @cache
 def multiplies_bfloat16() -> bool:
     """Whether this CPU has instructions for bfloat16 products."""
-    capabilities = torch.cpu.get_capabilities()
-    return any(capabilities.get(name, False) for name in _BFLOAT16_INSTRUCTIONS)
+    return not instructions().isdisjoint(_BFLOAT16_INSTRUCTIONS)
+
+
+@cache
+def instructions() -> frozenset[str]:
+    """Linux's names of what this processor can do; torch 2.5 has no function for it."""
+    found = re.search(r"^(?:flags|Features)\s*:(.*)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+    return frozenset(found[1].split()) if found else frozenset()
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:

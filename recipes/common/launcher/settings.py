@@ -43,6 +43,7 @@ MASTER_PORT | port | chosen when needed | port of torch.distributed's store on t
 JOIN_TIMEOUT_S | seconds | 300 | how long the head waits for every node
 HEAD_TIMEOUT_S | seconds | 300 | how long a node waits for the head
 LOST_TIMEOUT_S | seconds | 20 | a node that is silent for so long has gone away
+STACK | text | cann92 | versions to install: cann92, or cann82 for CANN 8.2.RC1 (docs/installation.md)
 VENV_DIR | text | .venv in the repository | virtual environment, made when it is not there
 SETUP | text | yes | no takes VENV_DIR as it is and installs nothing, for example in a container image
 PLAN_DEVICE | text | the device of this node | planned for first: a name of tools/plan/devices, or a file

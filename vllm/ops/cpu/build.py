@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -70,6 +71,13 @@ def has_compiler() -> bool:
     return shutil.which(_compiler()) is not None
 
 
+@cache
+def instructions() -> frozenset[str]:
+    """Linux's names of what this processor can do; torch 2.5 has no function for it."""
+    found = re.search(r"^(?:flags|Features)\s*:(.*)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+    return frozenset(found[1].split()) if found else frozenset()
+
+
 def _compiler() -> str:
     return os.environ.get("CXX", "g++")
 
@@ -111,9 +119,8 @@ def _run(command: list[str], source: str) -> None:
 def _target_flags() -> list[str]:
     if platform.machine() in ("x86_64", "AMD64"):
         # Said again: a compiler older than the processor takes its family for another one.
-        has = torch.cpu.get_capabilities().get
-        bfloat16 = ["-mavx512bf16"] if has("avx512_bf16", False) else []
-        tiles = ["-mamx-tile", "-mamx-bf16"] if has("amx_bf16", False) and has("avx512_bf16", False) else []
+        bfloat16 = ["-mavx512bf16"] if "avx512_bf16" in instructions() else []
+        tiles = ["-mamx-tile", "-mamx-bf16"] if instructions() >= {"amx_bf16", "avx512_bf16"} else []
         return ["-fPIC", "-march=native", "-mprefer-vector-width=512", *bfloat16, *tiles]
     return ["-fPIC", "-mcpu=native"]
 
@@ -125,7 +132,7 @@ def _openmp_of_torch() -> list[str]:
 
 
 def _fingerprint(command: list[str]) -> str:
-    digest = hashlib.sha256(repr((command, sorted(torch.cpu.get_capabilities().items()))).encode())
+    digest = hashlib.sha256(repr((command, sorted(instructions()))).encode())
     version = subprocess.run([command[0], "-dumpfullversion"], capture_output=True, text=True, check=False)
     digest.update(version.stdout.encode())
     for file in sorted(SOURCES.iterdir()):

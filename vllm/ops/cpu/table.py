@@ -13,13 +13,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from vllm.ops import reference
 from vllm.ops.contract import RolloutOps, add_layer_at_once
 from vllm.ops.cpu.attention import LatentAttentionOps
-from vllm.ops.cpu.build import has_compiler, kernels
+from vllm.ops.cpu.build import has_compiler, instructions, kernels
 from vllm.ops.cpu.calls import Bfloat16Products, KernelCalls, Launch
 from vllm.ops.cpu.experts import ExpertOps
 from vllm.ops.cpu.graph import launch
@@ -65,8 +64,7 @@ def best_products() -> Bfloat16Products:
     """The fastest way of multiplying bfloat16 that the processor has and the system permits."""
     if kernels().cpu_may_use_tiles():
         return Bfloat16Products.TILES
-    has_pairs = torch.cpu.get_capabilities().get("avx512_bf16", False)
-    return Bfloat16Products.DOT if has_pairs else Bfloat16Products.WIDENED
+    return Bfloat16Products.DOT if "avx512_bf16" in instructions() else Bfloat16Products.WIDENED
 
 
 def cpu_table(products: Bfloat16Products, launch: Launch = launch) -> RolloutOps:
