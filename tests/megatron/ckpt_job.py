@@ -128,5 +128,5 @@ def read_whole(directory: Path) -> dict[str, torch.Tensor]:
         for key, item in saved.items()
         if not key.startswith("rng.")
     }
-    dcp.load(whole, storage_reader=reader, no_dist=True)
+    dcp.load(whole, storage_reader=reader)
     return whole

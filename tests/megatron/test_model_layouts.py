@@ -30,20 +30,20 @@ def _forward_backward(model: GPTModel, groups: ProcessGroups, batch: PackedBatch
     if not groups.is_first_stage:
         shape = (batch.ids_T.shape[0] // groups.tp.size(), model.config.hidden_size)
         received = torch.empty(shape)
-        dist.recv(received, group=groups.pp, group_src=groups.coords.pp - 1)
+        dist.recv(received, group=groups.pp, src=dist.get_global_rank(groups.pp, groups.coords.pp - 1))
         model.set_input_tensor(received.requires_grad_())
     if groups.is_last_stage:
         loss = model(*arguments, labels_T=batch.labels_T).sum()
         loss.backward()
     else:
         hidden_TH = model(*arguments)
-        dist.send(hidden_TH.detach(), group=groups.pp, group_dst=groups.coords.pp + 1)
+        dist.send(hidden_TH.detach(), group=groups.pp, dst=dist.get_global_rank(groups.pp, groups.coords.pp + 1))
         grad = torch.empty_like(hidden_TH)
-        dist.recv(grad, group=groups.pp, group_src=groups.coords.pp + 1)
+        dist.recv(grad, group=groups.pp, src=dist.get_global_rank(groups.pp, groups.coords.pp + 1))
         hidden_TH.backward(grad)
         loss = torch.zeros(())
     if not groups.is_first_stage:
-        dist.send(received.grad, group=groups.pp, group_dst=groups.coords.pp - 1)
+        dist.send(received.grad, group=groups.pp, dst=dist.get_global_rank(groups.pp, groups.coords.pp - 1))
     return loss.detach()
 
 

@@ -123,7 +123,7 @@ def test_torch_and_the_training_engine_read_it(tmp_path: Path) -> None:
     stored = saved_tensors(tmp_path / "dcp")
     assert max(len(tensor.chunks) for tensor in stored.values()) > 4
     state = {key: torch.empty(tensor.shape, dtype=tensor.dtype) for key, tensor in stored.items()}
-    dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / "dcp"), no_dist=True)
+    dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / "dcp"))
     source = pickle.loads(pickle.dumps(open_shards(tmp_path / "dcp", found.hf)))
     assert source.describe() == "a distributed checkpoint of weights"
     embedding = state["model.embedding.word_embeddings.weight"]

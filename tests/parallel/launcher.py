@@ -99,6 +99,8 @@ def _run_rank(
             world_size=world_size,
             timeout=timedelta(seconds=timeout_s),
         )
+        if torch.__version__ < "2.6":
+            _keep_groups()
         result = fn(*args)
         (Path(tmp) / f"result-{rank}.pickle").write_bytes(pickle.dumps(result))
         dist.barrier()
@@ -106,6 +108,21 @@ def _run_rank(
     except BaseException:
         (Path(tmp) / f"error-{rank}.txt").write_text(traceback.format_exc())
         raise SystemExit(1) from None
+
+
+def _keep_groups() -> None:
+    """Let no group be freed before this process ends.
+
+    Gloo of torch 2.5 waits for ever when a group is freed while its thread frees a tensor of the last collective: the
+    one holds Python's lock and wants the group's, the other has them the other way round.
+    """
+    new_group, groups = dist.new_group, []
+
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        groups.append(new_group(*args, **kwargs))
+        return groups[-1]
+
+    dist.new_group = kept
 
 
 def _end_with_parent() -> None:

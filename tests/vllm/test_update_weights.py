@@ -113,7 +113,7 @@ def test_digests_add_up_and_show_every_change() -> None:
             changed.view(torch.uint8)[row, column * dtype.itemsize] ^= 1
             assert digest(name, changed).value != value
         swapped = whole.clone()
-        swapped[[3, 5]] = whole[[5, 3]]
+        swapped[3], swapped[5] = whole[5], whole[3]
         transposed = whole[:70, :70].T.contiguous()
         assert digest(name, swapped).value != value
         assert digest(name, transposed).value != digest(name, whole[:70, :70]).value

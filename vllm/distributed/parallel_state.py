@@ -42,11 +42,13 @@ class GroupCoordinator:
         """[G, *x.shape] of the group's tensors, which all have the same shape."""
         if self.group is None:
             return x[None]
-        gathered = x.new_empty(self.world_size, *x.shape)
+        # int64 travels as words: collectives on Ascend's vector cores do not take it.
+        sent_as = torch.int32 if x.dtype == torch.int64 else x.dtype
+        with torch.inference_mode(False):  # gloo of torch 2.5 writes from a thread that is in no inference mode
+            gathered = x.new_empty(self.world_size, *x.shape)
+            received = gathered.view(-1).view(sent_as)
         if x.numel() > 0:
-            # int64 travels as words: collectives on Ascend's vector cores do not take it.
-            sent_as = torch.int32 if x.dtype == torch.int64 else x.dtype
-            _all_gather(gathered.view(-1).view(sent_as), x.contiguous().view(-1).view(sent_as), group=self.group)
+            _all_gather(received, x.contiguous().view(-1).view(sent_as), group=self.group)
         return gathered
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
