@@ -49,5 +49,11 @@ def _loopback_store(port: int, rank: int, timeout: datetime.timedelta) -> dist.T
         return dist.TCPStore(LOOPBACK, port, is_master=False, timeout=timeout)
     listener = socket.create_server((LOOPBACK, port))
     return dist.TCPStore(
-        LOOPBACK, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+        LOOPBACK,
+        port,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        use_libuv=False,  # torch 2.5's server with libuv opens a socket of its own
     )
