@@ -69,11 +69,11 @@ check_venv_dir() { # NAME FOLDER
     mkdir -p "$2" 2>/dev/null && [ -w "$2" ] || die "cannot write to $2: set $1 to a folder that you can write to"
 }
 
+torch_npu_pin() { sed -n 's/^torch-npu==//p' "$REQUIREMENTS/npu.txt"; }
+
 # The simulator's environment is current when it lies over VENV_DIR and has the torch_npu that is pinned.
 simulator_is_current() {
-    local pin
-    pin="$(sed -n 's/^torch-npu==//p' "$REQUIREMENTS/npu.txt")"
-    [ -x "$NPU_VENV_DIR/bin/python" ] && "$NPU_VENV_DIR/bin/python" - "$pin" "$("$VENV_DIR/bin/python" -c "$PRINT_SITE")" <<'PYTHON' 2>/dev/null
+    [ -x "$NPU_VENV_DIR/bin/python" ] && "$NPU_VENV_DIR/bin/python" - "$(torch_npu_pin)" "$("$VENV_DIR/bin/python" -c "$PRINT_SITE")" <<'PYTHON' 2>/dev/null
 import sys
 from importlib import metadata
 pin, lower = sys.argv[1:]
@@ -88,7 +88,7 @@ make_simulator() {
     "$VENV_DIR/bin/python" -c "$PRINT_SITE" >"$("$NPU_VENV_DIR/bin/python" -c "$PRINT_SITE")/layer.pth"
     say "installing torch_npu over $VENV_DIR (log: $NPU_VENV_DIR/install.log)"
     if ! "$VENV_DIR/bin/python" -m pip --python "$NPU_VENV_DIR/bin/python" install --no-input --disable-pip-version-check \
-        --progress-bar off --no-deps --only-binary :all: -r "$REQUIREMENTS/npu.txt" >"$NPU_VENV_DIR/install.log" 2>&1; then
+        --progress-bar off --no-deps --only-binary :all: "torch-npu==$(torch_npu_pin)" >"$NPU_VENV_DIR/install.log" 2>&1; then
         tail -n 5 "$NPU_VENV_DIR/install.log" >&2
         die "pip could not install torch_npu (the lines above are the end of $NPU_VENV_DIR/install.log)"
     fi

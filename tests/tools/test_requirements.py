@@ -22,6 +22,22 @@ def test_the_stacks_pin_the_same_packages_and_only_a_few_at_other_versions() -> 
     assert all(re.search(rf"\b{name}\b", comment) for name in DIFFERENT)
 
 
+def test_the_page_has_the_versions_of_the_stacks() -> None:
+    page = (ROOT / "docs/installation.md").read_text(encoding="utf-8")
+    rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"]
+    table = {row[0]: row[1:] for row in rows}
+    for column, stack in enumerate(load_table()[0]):
+        pins = pinned(ROOT / stack.requirements / "base.txt") | {"torch_npu": stack.torch_npu}
+        for names in ("torch, torch_npu", "transformers, tensordict", "numpy, pyarrow"):
+            assert table[names][column] == ", ".join(pins[name] for name in names.split(", "))
+        assert table["CANN"][column].startswith(stack.cann) and table["driver and firmware"][column].startswith(
+            stack.driver
+        )
+        assert table["pins"][column].rstrip("/") == stack.requirements
+        dockerfile = (ROOT / "Dockerfile.vllm_ascend.mindspeed.deepseekV3").read_text(encoding="utf-8")
+        assert f"FROM {table['image'][column]} AS {stack.name}\n" in dockerfile
+
+
 @pytest.mark.parametrize("stack", load_table()[0], ids=lambda stack: stack.name)
 def test_constraints_hold_every_pin(stack: Stack) -> None:
     folder = ROOT / stack.requirements
