@@ -92,7 +92,7 @@ def _int64() -> list[list[int]]:
     mine = torch.tensor([dist.get_rank(), -(2**40)], device="npu")
     gathered = state.tp.all_gather(mine).tolist()
     with pytest.raises(RuntimeError, match="64-bit"):
-        state.tp.all_reduce(mine)
+        dist.all_gather_into_tensor(torch.empty(4, dtype=torch.int64, device="npu"), mine, group=state.tp.group)
     state.destroy()
     return gathered
 
