@@ -37,14 +37,23 @@ def planned_rank(
     local_rank, num_local = rank % ranks_per_node, min(ranks_per_node, world_size)
     values = (rank, world_size, local_rank, num_local, "127.0.0.1")
     given = {name: str(value) for name, value in zip(_ENVIRONMENT, values, strict=True)} | dict(variables or {})
-    before = {name: os.environ[name] for name in given if name in os.environ}
-    os.environ.update(given)
-    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=rank, world_size=world_size)
+    with environment_of(given):
+        dist.init_process_group(BACKEND, store=dist.HashStore(), rank=rank, world_size=world_size)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+@contextmanager
+def environment_of(variables: Mapping[str, str]) -> Iterator[None]:
+    """Inside, this process's environment has ``variables``, too."""
+    before = {name: os.environ[name] for name in variables if name in os.environ}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        dist.destroy_process_group()
-        for name in given:
+        for name in variables:
             del os.environ[name]
         os.environ.update(before)
 

@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from math import inf
 
 from megatron.core.parallel_layout import ParallelLayout
-from tools.plan.search.weights import rollout_rank, training_stage
+from tools.plan.rank_plan import KINDS
+from tools.plan.search.communicators import communicator_bytes
+from tools.plan.search.weights import absorbed_copies, rollout_rank, training_stage
 from tools.plan.setup import PlannedRun
 from tools.plan.timing import MicroBatches, RolloutShape, RunShape
 from tools.plan.training import StepSize
 from tools.plan.whole import PROCESS_BYTES
-from tools.plan.world import run_variables
+from tools.plan.world import environment_of, run_variables
 from verl.trainer.config import PPOTrainerConfig
 from vllm.platforms.cpu import KV_CACHE_FRACTION_OF_HOST
 from vllm.platforms.interface import ACTIVATION_FRACTION
@@ -59,8 +61,16 @@ class Bounds:
 
     def memory(self, shape: RunShape, knobs: RolloutKnobs) -> dict[str, float]:
         """Phase -> bound of device memory."""
-        training = {"log_prob": self.log_prob_bytes(shape), "update": self.update_bytes(shape)}
-        return self.rollout_bytes(shape, knobs) | training
+        buffers = self._communicators(shape, knobs)
+        training = {"log_prob": self.log_prob_bytes(shape) + buffers, "update": self.update_bytes(shape) + buffers}
+        return self.rollout_bytes(shape, knobs, buffers) | training
+
+    def _communicators(self, shape: RunShape, knobs: RolloutKnobs) -> float:
+        overrides, rebalances = self.engine.override_transformer_config, self.settings.rebalance_interval > 0
+        dispatcher = overrides.get("moe_token_dispatcher_type", "alltoall")
+        kind, rollout = KINDS[self.device.family], shape.rollout
+        with environment_of(run_variables(self.device.family)):
+            return communicator_bytes(kind, shape.train.layout, dispatcher, rollout, knobs.expert_exchange, rebalances)
 
     def log_prob_bytes(self, shape: RunShape) -> float:
         """The memory of the fullest stage in a pass without a backward; 0 when there is no such pass."""
@@ -82,12 +92,16 @@ class Bounds:
             most = max(most, stays + moving + params + grads + MARGIN * self._backward(shape, stage, tokens))
         return most
 
-    def rollout_bytes(self, shape: RunShape, knobs: RolloutKnobs) -> dict[str, float]:
-        """Phase -> bytes of the rank whose training weights are fewest, which has the largest cache."""
+    def rollout_bytes(self, shape: RunShape, knobs: RolloutKnobs, buffers: float) -> dict[str, float]:
+        """Phase -> bytes of the rank whose training weights are fewest, which has the largest cache.
+
+        buffers: of communicators.
+        """
         tp, weights, held = shape.rollout.tp, self.rollout_weights(shape.rollout), self._held(shape)
         buckets = 2 * self.settings.update_weights_bucket_megabytes * 2**20
         is_offloaded = self.engine.param_offload
-        kept = [stays + (0.0 if is_offloaded else params) for stays, params in held]  # while the engine generates
+        # While the engine generates.
+        kept = [buffers + stays + (0.0 if is_offloaded else params) for stays, params in held]
         cache, least = self._cache_bytes(tp, min(kept) + weights), self._cache_bytes(tp, max(kept) + weights)
         if self.settings.num_gpu_blocks_override is None and least < self._sequence_bytes(tp):
             cache = inf  # the engine of the fullest stage refuses a cache that does not hold a sequence
@@ -95,7 +109,7 @@ class Bounds:
         graphs = self._experts(shape, knobs, most_sequences) if shape.rollout.has_graphs else 0.0
         state = min(kept) + weights + cache + graphs
         return {
-            "weight_sync": max(map(sum, held)) + weights + buckets,
+            "weight_sync": buffers + max(map(sum, held)) + weights + buckets,
             "generate": state + self._prefill(shape, knobs),
         }
 
@@ -103,7 +117,8 @@ class Bounds:
         """Bytes of weights on a rollout rank."""
         shares_tokens = self.settings.use_sequence_parallel_moe
         parameters, routers = rollout_rank(self.hf, rollout.tp, rollout.expert_ranks, shares_tokens)
-        return parameters * rollout.weight_bytes + routers * ROUTER_BYTES
+        copies = absorbed_copies(self.hf, rollout.tp) if self.device.family == "ascend" else 0
+        return (parameters + copies) * rollout.weight_bytes + routers * ROUTER_BYTES
 
     def host_bytes(self, shape: RunShape) -> float:
         """The host memory of a node whose ranks all need as much as the one that needs most."""

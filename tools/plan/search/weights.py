@@ -41,6 +41,14 @@ def rollout_rank(hf: HFModelConfig, tp: int, expert_ranks: int, shares_tokens: b
     return cut // tp + whole + hf.hidden_size + experts // expert_ranks - routers, routers
 
 
+def absorbed_copies(hf: HFModelConfig, tp: int) -> int:
+    """Values of the contiguous W_UK and W_UV that Ascend's rollout engine keeps beside the weights."""
+    if not hf.is_mla:
+        return 0
+    heads = hf.num_attention_heads // tp
+    return hf.num_hidden_layers * heads * (hf.qk_nope_head_dim + hf.v_head_dim) * hf.kv_lora_rank
+
+
 @lru_cache(maxsize=1024)
 def _layers(hf: HFModelConfig, kinds: tuple[bool, ...], cuts_latent_down: bool) -> tuple[int, int, int]:
     """Parameters of layers with (True) or without experts: split over tensor-parallel ranks, on every one of them, and

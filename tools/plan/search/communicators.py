@@ -1,0 +1,48 @@
+"""Device memory of the communicators that a step of any layout uses, each with the buffers that its group asks for."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import prod
+
+from megatron.core.parallel_layout import ParallelLayout
+from megatron.core.parallel_state import GROUP_AXES, PAIR, UNUSED_GROUPS
+from tools.plan.rank_plan import buffer_bytes
+from tools.plan.timing import RolloutShape
+from vllm.distributed.parallel_state import GROUP_PREFIX
+
+
+@lru_cache(maxsize=4096)
+def communicator_bytes(
+    kind: str, layout: ParallelLayout, dispatcher: str, rollout: RolloutShape, expert_exchange: str, rebalances: bool
+) -> int:
+    """Bytes on a rank of a stage that has one before it and one after it.
+
+    kind: the device's op tables · dispatcher: ``moe_token_dispatcher_type``.
+    """
+    dense = {
+        "tp": layout.tensor_model_parallel_size,
+        "cp": layout.context_parallel_size,
+        "dp": layout.data_parallel_size,
+        "pp": layout.pipeline_model_parallel_size,
+    }
+    experts = {
+        "tp": layout.expert_tensor_parallel_size,
+        "ep": layout.expert_model_parallel_size,
+        "dp": layout.expert_data_parallel_size,
+    }
+    used = ["world"] if layout.world_size > 1 else []
+    for name, (axes, is_expert) in GROUP_AXES.items():
+        sizes = experts if is_expert else dense
+        if name not in UNUSED_GROUPS[dispatcher] and prod(sizes[axis] for axis in axes) > 1:
+            used.append(name)
+    used += [PAIR, PAIR] if dense["pp"] > 1 else []
+    shares_experts = rollout.has_expert_parallel and rollout.expert_ranks > 1
+    engine = {
+        "tp": rollout.tp > 1,
+        "exchange": shares_experts and expert_exchange == "dispatch",
+        "ep": shares_experts and expert_exchange != "dispatch",
+        "dp": rollout.dp > 1 and (shares_experts or rebalances),
+    }
+    used += [GROUP_PREFIX + name for name, is_used in engine.items() if is_used]
+    return sum(buffer_bytes(kind, name) for name in used)
