@@ -131,12 +131,13 @@ def test_overrides_make_the_layout(which: str, request: pytest.FixtureRequest) -
 
 def test_the_bound_is_what_was_planned() -> None:
     """Bytes of the fullest stages of the recipe's own layouts as ``plan_run`` gives them, in GiB."""
-    fields = "actor_rollout_ref.actor.megatron.override_transformer_config"
+    megatron = "actor_rollout_ref.actor.megatron"
+    fields = f"{megatron}.override_transformer_config"
     none = [f"{fields}.recompute_{key}=null" for key in ("granularity", "method", "num_layers")]
     cases = (
         ([], {"update": 34.17, "log_prob": 18.44}),
         (none, {"update": 138.21, "log_prob": 18.44}),
-        ([*none, "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4"], {"update": 50.22, "log_prob": 11.34}),
+        ([*none, f"{megatron}.tensor_model_parallel_size=4"], {"update": 50.22, "log_prob": 11.34}),
     )
     for overrides, expected in cases:
         run, shape, size = planned(A3, *overrides)
