@@ -15,9 +15,9 @@ from hf_formats.config import HFModelConfig
 from hf_formats.file_region import FileReader, FileRegion
 from hf_formats.problems import raise_problems, shown_names
 from hf_formats.ranges import Ranges, index_of, intersection, relative, shape_of
+from megatron.core.dist_checkpointing.common import COMMON
 from megatron.core.dist_checkpointing.manifest import read_manifest
 from megatron.core.dist_checkpointing.saved_tensors import METADATA, SavedChunk, SavedTensor, saved_tensors
-from megatron.core.dist_checkpointing.writer import COMMON
 from megatron.core.parallel_layout import ParallelLayout
 from mindspeed_llm.saved_tensor import saved_region
 from mindspeed_llm.weight_plan import Shard, TensorPlan, local_plan

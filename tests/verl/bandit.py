@@ -13,11 +13,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from megatron.core.dist_checkpointing.common import COMMON
 from megatron.core.dist_checkpointing.manifest import (
     Manifest,
     file_problems,
     read_manifest,
     record_file,
+    write_json,
     write_manifest,
 )
 from megatron.core.parallel_layout import ParallelLayout
@@ -135,7 +137,8 @@ def bandit_worker(digits: list[int]) -> type[Worker]:
                 directory = Path(checkpoint_path)
                 directory.mkdir(parents=True, exist_ok=True)
                 torch.save({"logits": self.logits}, directory / "logits.pt")
-                files = {"logits.pt": record_file(directory / "logits.pt")}
+                write_json(directory / COMMON, {})
+                files = {name: record_file(directory / name) for name in ("logits.pt", COMMON)}
                 write_manifest(directory, Manifest(ParallelLayout(world_size=self.world_size), files))
             torch.distributed.barrier()
 

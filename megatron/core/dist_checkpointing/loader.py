@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Sequence
@@ -21,12 +20,12 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from megatron.core.dist_checkpointing.common import read_common
 from megatron.core.dist_checkpointing.manifest import Manifest, file_problems, read_manifest
 from megatron.core.dist_checkpointing.mapping import Shard
 from megatron.core.dist_checkpointing.random_states import get_random_states, seed_from_states, set_random_states
 from megatron.core.dist_checkpointing.ranks import Ranks
 from megatron.core.dist_checkpointing.sharded_state import random_state_shards, training_shards
-from megatron.core.dist_checkpointing.writer import COMMON
 from megatron.core.optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.parallel_state import ProcessGroups
@@ -43,21 +42,23 @@ def load_checkpoint(
     scheduler: OptimizerParamScheduler | None,
     groups: ProcessGroups | None = None,
     *,
+    random_states: bool = True,
     verify_digests: bool = False,
 ) -> dict[str, Any]:
     """Restore everything a save wrote, in place, and return its ``extra``; collective over the world.
 
     Any layout can load what any other saved. In the layout that saved it all random generators continue, bit for bit;
     in another layout each rank's generators are seeded from the saved states of rank 0 and its own rank, so that two
-    loads give the same states. Optimizer and scheduler may be None: their state is not read. Raises ``ValueError`` when
-    the checkpoint is incomplete (every damaged file is named) or of another model, before anything is overwritten.
+    loads give the same states. Optimizer and scheduler may be None, ``random_states`` False: that state is not read.
+    Raises ``ValueError`` when the checkpoint is incomplete (every damaged file is named) or of another model, before
+    anything is overwritten.
     """
     source, ranks = Path(directory), Ranks(groups)
     manifest = read_manifest(source)
     problems = verify_checkpoint(source, groups) if verify_digests else file_problems(source, manifest)
     if problems:
         raise ValueError(f"checkpoint {source} cannot be loaded: " + "; ".join(problems))
-    common = json.loads((source / COMMON).read_text())
+    common = read_common(source)
     shards = training_shards(model, optimizer, ranks)
     reader = dcp.FileSystemReader(source)
     metadata = reader.read_metadata()
@@ -65,7 +66,8 @@ def load_checkpoint(
     _check(source, [problem for own, _ in found for problem in own])
     _warn_of_unread(source, metadata, {key for _, keys in found for key in keys}, ranks)
     ranks.together(f"read {source}", lambda: _read(reader, metadata, shards))
-    _restore_random(reader, metadata, manifest, ranks, next(model.parameters()).device)
+    if random_states:
+        _restore_random(reader, metadata, manifest, ranks, next(model.parameters()).device)
     if optimizer is not None:
         tensors = {key: value for key, value in optimizer.state_dict().items() if isinstance(value, Tensor)}
         optimizer.load_state_dict(tensors | common["optimizer"])

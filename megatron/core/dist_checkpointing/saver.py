@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from megatron.core.dist_checkpointing.common import common_state
 from megatron.core.dist_checkpointing.random_states import get_random_states
 from megatron.core.dist_checkpointing.ranks import Ranks
 from megatron.core.dist_checkpointing.save_plan import GlobalPlan, OwnedChunks, make_global_plan, owned_chunks
@@ -52,6 +53,7 @@ class CheckpointSaver:
         scheduler: OptimizerParamScheduler | None,
         extra: Mapping[str, Any],
         *,
+        random_states: bool = True,
         async_save: bool = False,
         latest: tuple[str, str] | None = None,
     ) -> None:
@@ -59,7 +61,8 @@ class CheckpointSaver:
 
         ``directory`` appears under its name only when everything is on disk; an existing one is replaced. ``extra`` is
         anything that JSON can hold, ``latest`` a (file, text) that is written afterwards; both are taken from rank 0.
-        Parameters must be on the device; the optimizer's state may be offloaded.
+        Parameters must be on the device; the optimizer's state may be offloaded. ``None`` for optimizer or scheduler
+        and ``random_states=False`` leave that state out; ``saved_contents`` reads back what is there.
 
         With ``async_save`` this returns when the state has been copied to host memory (as many bytes as this rank
         writes); ``check`` and ``wait`` report failures. It first waits for an earlier save that still runs. Without
@@ -69,7 +72,8 @@ class CheckpointSaver:
         self.wait()
         final = Path(directory).absolute()
         shards = training_shards(model, optimizer, self.ranks)
-        shards += random_state_shards(get_random_states(next(model.parameters()).device), self.ranks.rank)
+        if random_states:
+            shards += random_state_shards(get_random_states(next(model.parameters()).device), self.ranks.rank)
         shards = [part for shard in shards for part in shard.split(self.max_chunk_bytes)]
         owned = owned_chunks(shards)
         is_planned = self._planned is not None and self._planned[0] == owned
@@ -81,7 +85,7 @@ class CheckpointSaver:
         plan = self._planned[1]
         completion = None
         if self.ranks.rank == 0:
-            common = _common_state(optimizer, scheduler, extra)
+            common = common_state(optimizer, scheduler, extra, random_states)
             completion = Completion(self.ranks.layout, plan.metadata, common, latest, self.stall_timeout_s)
         own = plan.save_plan(self.ranks.rank)
         job = RankJob(partial, final, self.ranks.rank, own, completion)
@@ -145,14 +149,3 @@ class CheckpointSaver:
             raise
         self.snapshot_bytes = snapshots[0].num_bytes
         self._running = BackgroundWrite(job, snapshots[0])
-
-
-def _common_state(
-    optimizer: DistributedOptimizer | None, scheduler: OptimizerParamScheduler | None, extra: Mapping[str, Any]
-) -> dict[str, Any]:
-    scalars = {} if optimizer is None else optimizer.state_dict()
-    return {
-        "optimizer": {key: value for key, value in scalars.items() if not isinstance(value, Tensor)},
-        "scheduler": {} if scheduler is None else scheduler.state_dict(),
-        "extra": dict(extra),
-    }

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
+from megatron.core.dist_checkpointing.common import COMMON
 from megatron.core.dist_checkpointing.manifest import (
     FileRecord,
     Manifest,
@@ -30,8 +31,6 @@ from megatron.core.dist_checkpointing.manifest import (
 from megatron.core.parallel_layout import ParallelLayout
 
 logger = logging.getLogger(__name__)
-
-COMMON = "common.json"
 
 
 @dataclass(frozen=True)

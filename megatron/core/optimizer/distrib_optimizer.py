@@ -204,6 +204,12 @@ class DistributedOptimizer:
             if isinstance(value, Tensor):
                 value.copy_(torch.as_tensor(state_dict[key]))
 
+    @torch.no_grad()
+    def reload_model_params(self) -> None:
+        """Set the master weights to the parameters, after these were loaded alone; moments and step count stay."""
+        for state in self.shards:
+            state.master.current.copy_(state.params)
+
     def _report_non_finite(self, grad_norm: float) -> None:
         """Log this rank's non-finite gradients, and raise if configured (collective over the world in that case)."""
         found = self.model.non_finite_grads

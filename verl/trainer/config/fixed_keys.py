@@ -22,7 +22,6 @@ FIXED_KEYS: dict[str, tuple[tuple[Any, ...], str]] = {
     "actor_rollout_ref.*.strategy": (("megatron",), "the only training engine"),
     "actor_rollout_ref.actor.use_torch_compile": (_FLAG, "no torch.compile is used"),
     "actor_rollout_ref.actor.ppo_micro_batch_size": ((None,), "use ppo_micro_batch_size_per_gpu"),
-    "actor_rollout_ref.actor.checkpoint.load_contents": (ANY, "a resume always loads everything"),
     f"{_ENGINE}.use_mbridge": (_FLAG, "weights are read from Hugging Face files by one plan"),
     f"{_ENGINE}.use_distributed_optimizer": ((True,), "the optimizer state is always sharded"),
     f"{_OVERRIDE}.multi_head_latent_attention": ((True,), "the model's config.json decides"),

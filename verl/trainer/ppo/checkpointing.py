@@ -9,14 +9,14 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron.core.dist_checkpointing import is_complete
+from megatron.core.dist_checkpointing import is_complete, saved_contents
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +50,17 @@ class Checkpoint:
     @property
     def is_complete(self) -> bool:
         return self.state_path.is_file() and is_complete(self.actor)
+
+    def check_contents(self, wanted: Sequence[str]) -> None:
+        """ValueError when a complete checkpoint lacks what ``actor.checkpoint.load_contents`` asks for."""
+        held = saved_contents(self.actor)
+        if missing := [name for name in wanted if name not in held]:
+            kept = [name for name in wanted if name not in missing]
+            raise ValueError(
+                f"{self.directory} holds {', '.join(held)} and no {', '.join(missing)} "
+                "(actor_rollout_ref.actor.checkpoint.save_contents of the run that wrote it): add "
+                f"'actor_rollout_ref.actor.checkpoint.load_contents=[{','.join(kept)}]' to go on without"
+            )
 
     def write_state(self, state: dict[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
         """Writes the trainer's part, before the workers'; ``arrays`` go to a separate file, which is written first."""

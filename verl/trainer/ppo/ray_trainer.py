@@ -134,7 +134,13 @@ class RayPPOTrainer:
         """Make the source of samples and everything else that works on the started workers."""
         trainer = self.config.trainer
         self.source = self._make_source()
-        self.checkpoints = RunCheckpoints(trainer, self.workers, self.source, self.kl_ctrl)
+        self.checkpoints = RunCheckpoints(
+            trainer,
+            self.config.actor_rollout_ref.actor.checkpoint.loaded_contents,
+            self.workers,
+            self.source,
+            self.kl_ctrl,
+        )
         self.validator = Validator(
             self.config, self.val_datasets, self.source.generate, self.reward_fn, self.reward_ledger
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,15 @@ class RunCheckpoints:
     """The checkpoints of one run: the state of its workers, of its source of samples and of its KL controller."""
 
     def __init__(
-        self, config: TrainerConfig, workers: Any, source: Any, kl_ctrl: AdaptiveKLController | FixedKLController
+        self,
+        config: TrainerConfig,
+        load_contents: Sequence[str],
+        workers: Any,
+        source: Any,
+        kl_ctrl: AdaptiveKLController | FixedKLController,
     ) -> None:
-        self.config, self.workers, self.source, self.kl_ctrl = config, workers, source, kl_ctrl
+        self.config, self.load_contents = config, load_contents
+        self.workers, self.source, self.kl_ctrl = workers, source, kl_ctrl
         self._unpublished: checkpointing.Checkpoint | None = None
         self._last_save: dict[str, float] = {}
 
@@ -74,11 +81,15 @@ class RunCheckpoints:
                 logger.info("no checkpoint in %s: starting from the model's weights", config.default_local_dir)
                 return 0
             checkpoint = found
+        checkpoint.check_contents(self.load_contents)
         state, arrays = checkpoint.read_state()
         self.source.load_state(state, arrays, checkpoint.step)
         self.kl_ctrl.value = state["kl_coef"]
         self.workers.load_checkpoint(str(checkpoint.actor.absolute()))
         logger.info("resumed after step %d from %s", checkpoint.step, checkpoint.directory)
+        for name, what in (("optimizer", "the optimizer's moments start"), ("extra", "learning rate and seeds start")):
+            if name not in self.load_contents:
+                logger.warning("%s anew: actor.checkpoint.load_contents has no %s", what, name)
         return checkpoint.step
 
     def take_timing(self) -> dict[str, float]:

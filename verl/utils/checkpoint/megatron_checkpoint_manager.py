@@ -50,12 +50,14 @@ class MegatronCheckpointManager:
         """
         if "hf_model" in self.config.save_contents:
             self.export_hf(str(Path(local_path).parent / "huggingface"))
+        contents = self.config.save_contents
         self.saver.save(
             local_path,
             self.model,
-            self.optimizer,
-            self.scheduler,
+            self.optimizer if "optimizer" in contents else None,
+            self.scheduler if "extra" in contents else None,
             {"global_step": global_step},
+            random_states="extra" in contents,
             async_save=self.config.async_save,
             latest=None if latest_path is None else (latest_path, str(global_step)),
         )
@@ -73,8 +75,22 @@ class MegatronCheckpointManager:
         return verify_checkpoint(local_path, self.groups)
 
     def load_checkpoint(self, local_path: str) -> int:
-        """Collective. Restores everything that ``save_checkpoint`` wrote; returns its global step."""
-        extra = load_checkpoint(local_path, self.model, self.optimizer, self.scheduler, self.groups)
+        """Collective. Restores what ``load_contents`` lists, all of which must be there; returns the global step.
+
+        Without ``optimizer`` the master weights become the loaded ones and the moments stay as they are (zero in a new
+        run); without ``extra`` the learning rate's schedule and the random generators stay as they are.
+        """
+        contents = self.config.loaded_contents
+        extra = load_checkpoint(
+            local_path,
+            self.model,
+            self.optimizer if "optimizer" in contents else None,
+            self.scheduler if "extra" in contents else None,
+            self.groups,
+            random_states="extra" in contents,
+        )
+        if "optimizer" not in contents:
+            self.optimizer.reload_model_params()
         return int(extra["global_step"])
 
     def export_hf(self, path: str) -> None:

@@ -10,6 +10,7 @@ from verl.workers.config.optimizer import McoreOptimizerConfig
 from verl.workers.config.values import NOT_NEGATIVE, Section, Values, at_least, one_of
 
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 
 
@@ -18,14 +19,33 @@ class CheckpointConfig(Section):
     """What a training checkpoint holds.
 
     Attributes:
-        save_contents: add ``hf_model`` to write the weights under Hugging Face names too; everything else is always
-            saved.
+        save_contents: ``model``, ``optimizer`` (master weights, moments), ``extra`` (learning rate's schedule, random
+            generators) and ``hf_model`` (the weights under Hugging Face names too). ``model`` must be among them.
+        load_contents: which of these a resume reads; absent means those of ``save_contents``. Without ``optimizer``
+            its moments start anew, without ``extra`` the learning rate's schedule does. A resume from a checkpoint that
+            lacks one of them is refused.
         async_save: the next step starts as soon as the state is copied to host memory, and files are written in the
             background.
     """
 
     save_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra"])
+    load_contents: list[str] | None = None
     async_save: bool = False
+
+    @property
+    def loaded_contents(self) -> tuple[str, ...]:
+        """What a resume reads."""
+        contents = self.save_contents if self.load_contents is None else self.load_contents
+        return tuple(name for name in contents if name != "hf_model")
+
+    def contradictions(self, where: str) -> list[str]:
+        found = []
+        for key, given in (("save_contents", self.save_contents), ("load_contents", self.loaded_contents)):
+            if unknown := [name for name in given if name not in CHECKPOINT_CONTENTS]:
+                found.append(f"{where}.{key} has {', '.join(unknown)}; expected {', '.join(CHECKPOINT_CONTENTS)}")
+            if "model" not in given:
+                found.append(f"{where}.{key} is {given}; it must have model, which every resume starts from")
+        return found
 
 
 @dataclass(frozen=True)
