@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 from recipes.common.launcher import checks
-from recipes.common.launcher.job import Job, model_dir, resolve_config
+from recipes.common.launcher.job import Job, resolve_config
 from recipes.common.launcher.settings import find_role, read_settings
 from recipes.common.launcher.stages import Stage, closing_stages, driver_stage, stages
 from recipes.common.recipe import load_recipe
@@ -67,7 +67,7 @@ def convert(prepared: Prepared, output: Path) -> Prepared:
     settings = _run_first_stages(prepared, output, 1).settings
     files = {"data.train_files": "train.parquet", "data.val_files": "test.parquet"}
     given = (f"{key}={settings.data_dir / name}" for key, name in files.items())
-    inputs = {"MODEL_PATH": model_dir(settings), "DIST_CKPT_PATH": settings.dist_ckpt_dir}
+    inputs = {"MODEL_PATH": settings.output_dir / "base_model_bf16", "DIST_CKPT_PATH": settings.dist_ckpt_dir}
     return replace(prepared, inputs=inputs, arguments=(*prepared.arguments, *given))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from recipes.common.base_model import TINY_MODEL
 from recipes.common.launcher import network
-from recipes.common.launcher.job import Job, has_shards, is_fp8, model_dimensions, model_dir
+from recipes.common.launcher.job import Job, has_shards, is_fp8, model_dimensions
 from recipes.common.launcher.settings import NodeRole
 from recipes.common.launcher.stages import stages
 from recipes.common.recipe import Recipe
@@ -122,10 +122,7 @@ def model_problems(job: Job, path: Path) -> list[str]:
     wanted = ("config.json", "tokenizer.json", "tokenizer_config.json")
     if missing := [name for name in wanted if not (path / name).is_file()]:
         return [f"MODEL_PATH {path} has no {' and no '.join(missing)}; expected a Hugging Face model directory"]
-    shards = job.settings.dist_ckpt_path
-    engine = job.config.actor_rollout_ref.actor.megatron
-    has_weights = engine.use_dist_checkpointing and shards is not None and has_shards(shards)
-    if model_dir(job.settings) == path and (has_weights or not engine.load_weight):
+    if not job.needs_weights:
         return []
     from mindspeed_llm.hf_checkpoint import HFCheckpoint  # it imports torch
 

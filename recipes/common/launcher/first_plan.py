@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from recipes.common.launcher.job import Job, config_path, model_dimensions, run_overrides
+from recipes.common.launcher.job import Job, config_path, model_dimensions
 from recipes.common.launcher.processes import OwnProcesses, python_path
 from recipes.common.recipe import ROOT
 
@@ -56,7 +56,7 @@ def plan_command(job: Job, scratch: Path) -> list[str]:
     model.mkdir()
     dimensions = {key: value for key, value in model_dimensions(job.settings).items() if key != "quantization_config"}
     (model / "config.json").write_text(json.dumps(dimensions), encoding="utf-8")
-    overrides = run_overrides(job.settings, job.rollout_nnodes)
+    overrides = job.overrides
     return [
         *(sys.executable, "-m", "tools.plan", str(directory / f"{name}.yaml")),
         *(text for text in overrides if not text.startswith("actor_rollout_ref.model.path=")),

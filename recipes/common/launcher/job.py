@@ -50,6 +50,21 @@ class Job:
         return max(trainer.n_gpus_per_node, rollout.n_gpus_per_node)
 
     @property
+    def needs_weights(self) -> bool:
+        """Whether MODEL_PATH's weights are read: not for random ones, nor beside shards that DIST_CKPT_PATH holds."""
+        return _needs_weights(self.settings, self.config)
+
+    @property
+    def model_dir(self) -> Path:
+        """The HF directory without quantisation: tokenizer, dimensions and, without shards, the weights."""
+        return _model_dir(self.settings, self.needs_weights)
+
+    @property
+    def overrides(self) -> list[str]:
+        """The Hydra overrides that the config was resolved with."""
+        return run_overrides(self.settings, self.model_dir, self.rollout_nnodes)
+
+    @property
     def device(self) -> str:
         """npu, cuda or cpu: the config's, or this machine's where the config says auto."""
         asked = self.config.trainer.device
@@ -65,10 +80,11 @@ def config_path(settings: Settings) -> tuple[Path, str]:
     return settings.recipe.config_dir, settings.config_name
 
 
-def run_overrides(settings: Settings, rollout_nnodes: int = 0) -> list[str]:
+def run_overrides(settings: Settings, model_dir: Path, rollout_nnodes: int = 0) -> list[str]:
     """Hydra overrides that follow from the settings, then the user's own, which win.
 
-    rollout_nnodes: how many of NNODES only generate; where that leaves none to train, nodes do both.
+    model_dir: the model's directory without quantisation. rollout_nnodes: how many of NNODES only generate; where that
+    leaves none to train, nodes do both.
     """
     data, eval_sets = settings.data_dir, settings.recipe.eval_sets(settings)
     val_files: dict[str, object] = {f"data.val_files.{name}": data / "eval" / f"{name}.parquet" for name in eval_sets}
@@ -76,7 +92,7 @@ def run_overrides(settings: Settings, rollout_nnodes: int = 0) -> list[str]:
         "data.train_files": data / "train.parquet",
         **(val_files or {"data.val_files": data / "test.parquet"}),
         "data.seed": settings.seed,
-        "actor_rollout_ref.model.path": model_dir(settings),
+        "actor_rollout_ref.model.path": model_dir,
         "actor_rollout_ref.actor.megatron.dist_checkpointing_path": settings.dist_ckpt_dir,
         "actor_rollout_ref.actor.megatron.seed": settings.seed,
         "actor_rollout_ref.rollout.seed": settings.seed,
@@ -106,10 +122,11 @@ def resolve_config(settings: Settings) -> PPOTrainerConfig:
     from verl.trainer.config.load import load_config
 
     directory, name = config_path(settings)
-    config = load_config(run_overrides(settings), config_name=name, config_dir=directory)
-    if settings.nnodes is None or not (rollout_nnodes := _rollout_nnodes(config)):
-        return config
-    return load_config(run_overrides(settings, rollout_nnodes), config_name=name, config_dir=directory)
+    first = run_overrides(settings, _model_dir(settings, True))
+    config = load_config(first, config_name=name, config_dir=directory)
+    # What only the resolved config tells: how many nodes only generate, and whether weights are wanted.
+    wanted = Job(settings, config).overrides
+    return config if wanted == first else load_config(wanted, config_name=name, config_dir=directory)
 
 
 def _rollout_nnodes(config: PPOTrainerConfig) -> int:
@@ -121,11 +138,17 @@ def is_fp8(model_path: Path) -> bool:
     return "quantization_config" in _hf_config(model_path)
 
 
-def model_dir(settings: Settings) -> Path:
-    """The BF16 HF directory that tokenizer, dimensions and, without shards, weights are read from."""
-    if settings.model_path is not None and not is_fp8(settings.model_path):
-        return settings.model_path
-    return settings.output_dir / "base_model_bf16"
+def _needs_weights(settings: Settings, config: PPOTrainerConfig) -> bool:
+    models = config.actor_rollout_ref
+    are_given = settings.dist_ckpt_path is not None and has_shards(settings.dist_ckpt_path)
+    engines = (models.actor.megatron, models.ref.megatron)
+    return any(engine.load_weight and not (engine.use_dist_checkpointing and are_given) for engine in engines)
+
+
+def _model_dir(settings: Settings, needs_weights: bool) -> Path:
+    if settings.model_path is None or (is_fp8(settings.model_path) and needs_weights):
+        return settings.output_dir / "base_model_bf16"
+    return settings.output_dir / "base_model_config" if is_fp8(settings.model_path) else settings.model_path
 
 
 def model_dimensions(settings: Settings) -> Mapping[str, Any]:

@@ -28,7 +28,7 @@ KINDS: dict[str, tuple[Callable[[str], Any], float | None, float, str]] = {
 }
 # The variables of every recipe: name, kind, default as shown to the user, meaning. ``variables`` adds a recipe's own.
 _TABLE = """
-MODEL_PATH | path | a tiny model made on the spot | HF directory (FP8 as published, or BF16) to start from
+MODEL_PATH | path | a tiny model made on the spot | HF directory (FP8 as published, BF16); no weights if none are read
 DIST_CKPT_PATH | path | OUTPUT_DIR/dist_ckpt | sharded weights, on a shared disk; used as they are if there
 SEED | seed | 42 | seed of data split, base model, sampling and training
 STEPS | count | the config's | number of training steps

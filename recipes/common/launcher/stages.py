@@ -13,8 +13,6 @@ from recipes.common.launcher.job import (
     has_shards,
     latest_step,
     model_dimensions,
-    model_dir,
-    run_overrides,
 )
 
 
@@ -40,7 +38,7 @@ def module_stage(name: str, title: str, module: str, *arguments: object) -> Stag
 def stages(job: Job) -> list[Stage]:
     """The stages before the training, in order: data, base model, BF16, shards."""
     settings = job.settings
-    published, bf16 = settings.model_path or settings.output_dir / "base_model_fp8", model_dir(settings)
+    published = settings.model_path or settings.output_dir / "base_model_fp8"
     if settings.model_path is None:
         arguments: list[object] = [settings.recipe.name, "--seed", settings.seed, "--output-dir", published]
         arguments += ["--train-parquet", settings.data_dir / "train.parquet"]
@@ -49,11 +47,7 @@ def stages(job: Job) -> list[Stage]:
         base_model = module_stage("base_model", "Base model", "recipes.common.base_model", *arguments)
     else:
         base_model = Stage("base_model", "Base model", skip_reason=f"MODEL_PATH is {settings.model_path}")
-    paths = ["--input-fp8-hf-path", published, "--output-bf16-hf-path", bf16, "--resume"]
-    to_bf16 = module_stage("fp8_to_bf16", "FP8 to BF16", "mindspeed_llm.fp8_cast_bf16", *paths)
-    if bf16 == settings.model_path:
-        to_bf16 = Stage("fp8_to_bf16", "FP8 to BF16", skip_reason=f"{bf16} is not quantised")
-    return [*_data_stages(job), base_model, to_bf16, _sharding_stage(job)]
+    return [*_data_stages(job), base_model, _bf16_stage(job, published), _sharding_stage(job)]
 
 
 def _data_stages(job: Job) -> list[Stage]:
@@ -69,6 +63,19 @@ def _data_stages(job: Job) -> list[Stage]:
     return [module_stage("problems", "Problems", recipe.problems_module, *arguments), data]
 
 
+def _bf16_stage(job: Job, published: Path) -> Stage:
+    """The model without quantisation: its weights where they are read, else config and tokenizer alone."""
+    name, title, bf16 = "fp8_to_bf16", "FP8 to BF16", job.model_dir
+    if bf16 == published:
+        return Stage(name, title, skip_reason=f"{bf16} is not quantised")
+    if job.needs_weights or job.settings.model_path is None:
+        paths = ["--input-fp8-hf-path", published, "--output-bf16-hf-path", bf16, "--resume"]
+        return module_stage(name, title, "mindspeed_llm.fp8_cast_bf16", *paths)
+    title = "Config and tokenizer without quantisation; no weights are read"
+    paths = ["--input-hf-path", published, "--output-hf-path", bf16]
+    return module_stage(name, title, "mindspeed_llm.plain_config", *paths)
+
+
 def _sharding_stage(job: Job) -> Stage:
     settings, engine = job.settings, job.config.actor_rollout_ref.actor.megatron
     skip_reason = None
@@ -80,7 +87,7 @@ def _sharding_stage(job: Job) -> Stage:
         skip_reason = f"DIST_CKPT_PATH {settings.dist_ckpt_path} has shards, used as they are"
     if skip_reason is not None:
         return Stage("sharding", "Sharding", skip_reason=skip_reason)
-    paths = ["--load-dir", model_dir(settings), "--save-dir", settings.dist_ckpt_dir, "--resume"]
+    paths = ["--load-dir", job.model_dir, "--save-dir", settings.dist_ckpt_dir, "--resume"]
     if settings.recipe.shards == "torch_dist":
         return module_stage("sharding", "Sharding", "mindspeed_llm.convert_ckpt_torch_dist", *paths)
     flags = ["--moe-grouped-gemm", "--target-tensor-parallel-size", engine.tensor_model_parallel_size]
@@ -116,7 +123,7 @@ def nodes_stage(*arguments: str) -> Stage:
 def driver_stage(job: Job) -> Stage:
     """The training: its controller is a process of its own."""
     directory, name = config_path(job.settings)
-    arguments = ("--config-dir", directory, "--config-name", name, *run_overrides(job.settings, job.rollout_nnodes))
+    arguments = ("--config-dir", directory, "--config-name", name, *job.overrides)
     return module_stage("main_ppo", "GRPO", "verl.trainer.main_ppo", *arguments)
 
 
@@ -132,7 +139,7 @@ def _export_stage(job: Job) -> Stage:
     """The conversion of the last checkpoint, in torch-dist shards, to an HF directory; call it when that is written."""
     checkpoints = Path(job.config.trainer.default_local_dir)
     step = latest_step(checkpoints) or "<last>"
-    paths = ["--load-dir", checkpoints / f"global_step_{step}" / "actor", "--hf-config-dir", model_dir(job.settings)]
+    paths = ["--load-dir", checkpoints / f"global_step_{step}" / "actor", "--hf-config-dir", job.model_dir]
     paths += ["--save-dir", job.settings.output_dir / "trained_hf" / f"global_step_{step}", "--resume"]
     module = "mindspeed_llm.convert_ckpt_deepseek3_mcore2hf"
     return module_stage("shards_to_hf", "Shards to Hugging Face", module, *paths)
