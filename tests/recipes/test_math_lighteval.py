@@ -180,6 +180,13 @@ def config_of(name: str, *overrides: str) -> PPOTrainerConfig:
     return load_config(given, config_name=name, config_dir=RECIPE.config_dir)
 
 
+def flat(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by dotted key."""
+    inner = {f"{prefix}{key}.": value for key, value in section.items() if isinstance(value, dict)}
+    found = {f"{prefix}{key}": value for key, value in section.items() if not isinstance(value, dict)}
+    return found | {key: value for name, part in inner.items() for key, value in flat(part, name).items()}
+
+
 def table_after(heading: str) -> list[tuple[str, str, str]]:
     """Rows of the first table after ``heading``: key (with a star perhaps), upstream's value, ours."""
     rest = PAGE[PAGE.index(heading) :]
@@ -213,7 +220,10 @@ def test_configs_equal_upstreams_table_line_by_line(name: str, heading: str, lea
         assert value == yaml.safe_load(ours), dotted
 
 
-@pytest.mark.parametrize(("name", "dims"), [("deepseek_v3_671b_128gpu", V3), ("moonlight_16b_8gpu", MOONLIGHT)])
+@pytest.mark.parametrize(
+    ("name", "dims"),
+    [("deepseek_v3_671b_128gpu", V3), ("deepseek_v3_671b_128gpu_96gb", V3), ("moonlight_16b_8gpu", MOONLIGHT)],
+)
 def test_full_size_configs_validate_and_fit_their_models(name: str, dims: dict[str, Any]) -> None:
     config = config_of(name)
     assert validate_config(config) == []
@@ -237,7 +247,7 @@ def test_full_size_configs_validate_and_fit_their_models(name: str, dims: dict[s
     ("name", "expected"),
     [
         (
-            "deepseek_v3_671b_128gpu",
+            "deepseek_v3_671b_128gpu_96gb",
             [
                 "16 x 8 cuda devices",
                 "training: TP4 PP16 DP2 EP2 ETP4, layers per stage 3,4,4,4,4,4,4,4,4,4,4,4,4,4,4,2",
@@ -264,6 +274,17 @@ def test_full_size_plans_are_printed_for_their_node_counts(
     assert plan.count("-m ray.scripts.scripts start --block") == config_of(name).trainer.nnodes
     assert "convert_ckpt_deepseek3_mcore2hf" in plan
     assert not (tmp_path / "out").exists()
+
+
+def test_the_default_on_gpus_differs_from_upstreams_where_96_gb_need_it() -> None:
+    assert RECIPE.full_config == "deepseek_v3_671b_128gpu_96gb"
+    small, upstream = (flat(asdict(config_of(f"deepseek_v3_671b_128gpu{size}"))) for size in ("_96gb", ""))
+    assert {key for key in small.keys() | upstream.keys() if small.get(key) != upstream.get(key)} == {
+        "actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_cpu_offload",
+        "actor_rollout_ref.actor.megatron.optimizer_offload",
+        "actor_rollout_ref.ref.megatron.optimizer_offload",  # starts as a copy of the actor's
+        *("trainer.experiment_name", "trainer.default_local_dir", "trainer.report_dir"),
+    }
 
 
 def test_tiny_config_validates_and_has_what_the_full_size_has() -> None:
