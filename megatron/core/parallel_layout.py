@@ -35,8 +35,9 @@ class ParallelLayout:
 
     Layers: ``virtual_pipeline_model_parallel_size`` V cuts the layers of each stage into V chunks; the model runs
     through chunk 0 of every stage, then chunk 1 of every stage, and so on. ``num_layer_list`` gives the layers of each
-    stage, or ``num_layers_in_{first,last}_pipeline_stage`` those of the ends. ``noop_layers`` (MindSpeed) are slots
-    that count as layers in all of these and hold none.
+    stage, or ``num_layers_in_{first,last}_pipeline_stage`` those of the ends, or
+    ``account_for_{embedding,loss}_in_pipeline_split`` count what the ends hold besides as one layer each.
+    ``noop_layers`` (MindSpeed) are slots that count as layers in all of these and hold none.
 
     Weights: with ``mla_down_proj_column_parallel`` the down-projections of latent attention are split over TP by their
     outputs; otherwise every tensor-parallel rank holds them whole.
@@ -52,6 +53,8 @@ class ParallelLayout:
     virtual_pipeline_model_parallel_size: int = 1
     num_layers_in_first_pipeline_stage: int | None = None
     num_layers_in_last_pipeline_stage: int | None = None
+    account_for_embedding_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: bool = False
     noop_layers: tuple[int, ...] = ()
     mla_down_proj_column_parallel: bool = False
     order: str = DEFAULT_ORDER
@@ -224,6 +227,13 @@ class ParallelLayout:
                 found.append(f"num_layer_list {shown} has a stage without layers")
             if ends != (None, None):
                 found.append("num_layer_list and num_layers_in_{first,last}_pipeline_stage exclude each other")
+        if any(self._counted_ends) and pp > 1:
+            others = self.num_layer_list is not None or ends != (None, None)
+            if others or self.virtual_pipeline_model_parallel_size > 1:
+                found.append(
+                    "account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split shorten the end "
+                    "stages of an even split; with virtual stages or given numbers of layers leave them out"
+                )
         if self.virtual_pipeline_model_parallel_size > 1 and pp == 1:
             found.append(
                 f"virtual_pipeline_model_parallel_size is {self.virtual_pipeline_model_parallel_size} with PP 1; "
@@ -261,10 +271,22 @@ class ParallelLayout:
             )
         return found
 
+    @property
+    def _counted_ends(self) -> tuple[bool, bool]:
+        return (self.account_for_embedding_in_pipeline_split, self.account_for_loss_in_pipeline_split)
+
     def _counts(self, num_layers: int) -> tuple[int, ...] | None:
         """Return the slots of each stage; None when the rest does not divide over the stages without a given size."""
         if self.num_layer_list is not None:
             return tuple(self.num_layer_list)
+        if any(self._counted_ends) and self.pipeline_model_parallel_size > 1:
+            slots = num_layers + len(self.noop_layers) + sum(self._counted_ends)
+            if slots % self.pipeline_model_parallel_size:
+                return None
+            even = [slots // self.pipeline_model_parallel_size] * self.pipeline_model_parallel_size
+            even[0] -= self._counted_ends[0]
+            even[-1] -= self._counted_ends[1]
+            return tuple(even)
         first, last = self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage
         left = num_layers + len(self.noop_layers) - (first or 0) - (last or 0)
         num_stages = self.pipeline_model_parallel_size - (first is not None) - (last is not None)

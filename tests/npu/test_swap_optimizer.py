@@ -13,6 +13,8 @@ from mindspeed.core.optimizer.swap_optimizer import SwapOptimizer
 from mindspeed.ops import train_ops
 from tests.npu.device_memory import held_bytes
 from tests.parallel.toy import toy_config
+from verl.trainer.config import load_config
+from verl.utils.import_utils import load_provider
 
 WIDTH = 128
 SWAP_TIMES = 8
@@ -97,3 +99,23 @@ def test_updates_are_equal_bit_for_bit(groups: ProcessGroups, dtype: torch.dtype
     plain.load_state_dict(swapped.state_dict())
     assert _step(fresh, 9)[0] == _step(plain, 9)[0]
     _assert_same(fresh, plain)
+
+
+def test_the_key_of_the_seeds_leaves_no_optimizer_state_on_the_die_between_steps(groups: ProcessGroups) -> None:
+    """``override_transformer_config.swap_optimizer``, as r1_ascend's script gives it."""
+    key = "actor_rollout_ref.actor.megatron.override_transformer_config.swap_optimizer"
+    on_die, beside_model, alive = {}, {}, []
+    for is_given in (False, True):
+        engine = load_config([f"+{key}=True"] if is_given else []).actor_rollout_ref.actor.megatron
+        model = _model(groups, torch.bfloat16)
+        before = held_bytes()
+        optimizer = load_provider(engine.optimizer_provider)(CONFIG, model, groups, train_ops())
+        for seed in range(2):
+            _step(optimizer, seed)
+        alive.append(optimizer)  # so that the other's count begins with this one
+        state = [item.current for shard in optimizer.shards for item in shard.tensors.values()]
+        on_die[is_given] = sum(tensor.nbytes for tensor in state if tensor.is_npu)
+        beside_model[is_given] = held_bytes() - before
+    assert on_die == {False: 12 * optimizer.shards[0].buffer.param_shard.numel(), True: 0}
+    assert beside_model[False] - beside_model[True] == pytest.approx(on_die[False], abs=16384)  # by the allocator
+    assert beside_model[True] < 16384

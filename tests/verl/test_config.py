@@ -68,7 +68,7 @@ def test_all_mistakes_come_in_one_message_with_the_nearest_key() -> None:
                 "trainer.n_gpu_per_node=3",
                 "data.train_batch_size=many",
                 "trainer.critic_warmup=3",
-                "actor_rollout_ref.model.trust_remote_code=True",
+                "reward_model.enable=True",
                 "rollout.temperature=1",
             ]
         )
@@ -79,7 +79,7 @@ def test_all_mistakes_come_in_one_message_with_the_nearest_key() -> None:
     assert "rollout.temperature; the nearest known key is actor_rollout_ref.rollout.temperature" in text
     assert "data.train_batch_size is 'many'" in text
     assert "trainer.critic_warmup is 3; expected 0" in text
-    assert "trust_remote_code is True; expected False (model directories are never executed)" in text
+    assert "reward_model.enable is True; expected False (rewards are functions: there is no reward network)" in text
 
 
 def test_malformed_override_and_unknown_config_name_are_config_errors(tmp_path: Path) -> None:
@@ -121,6 +121,17 @@ def test_layers_per_stage_from_first_and_last_from_text_and_from_a_list() -> Non
         ]
     ).actor_rollout_ref.actor.megatron
     assert uneven.layer_counts(9) == (1, 3, 3, 2)
+    counted = [
+        f"+{prefix}.override_transformer_config.account_for_{end}_in_pipeline_split" for end in ("embedding", "loss")
+    ]
+    even = [f"{prefix}.pipeline_model_parallel_size=8", *(f"{key}=True" for key in counted)]
+    assert load_config(even).actor_rollout_ref.actor.megatron.layer_counts(94) == (11, *[12] * 6, 11)
+    assert load_config(even[:2]).actor_rollout_ref.actor.megatron.layer_counts(95) == (11, *[12] * 7)
+    with pytest.raises(ValueError, match="94 layers do not divide"):
+        load_config([*even[:2], f"{counted[1]}=False"]).actor_rollout_ref.actor.megatron.layer_counts(94)
+    chunks = load_config([*even, f"{prefix}.virtual_pipeline_model_parallel_size=2"]).actor_rollout_ref.actor.megatron
+    with pytest.raises(ValueError, match="shorten the end stages of an even split; with virtual stages"):
+        chunks.layer_counts(94)
     for given in ("[7,7,8]", "'7,7,8'"):
         engine = load_config([f"{prefix}.num_layer_list={given}"]).actor_rollout_ref.actor.megatron
         assert engine.layer_counts() == (7, 7, 8)

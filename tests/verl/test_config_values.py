@@ -141,8 +141,8 @@ def test_every_fixed_key_takes_upstreams_values_and_no_others() -> None:
     given: dict[str, list[str]] = {}
     refused: dict[str, str] = {}
     for pattern, (accepted, reason) in FIXED_KEYS.items():
-        for role in ("actor", "ref") if "*" in pattern else ("",):
-            key = pattern.replace(".*.", f".{role}.").replace("_*", "_factor")
+        for role in ("actor", "ref") if ".*." in pattern else ("",):
+            key = pattern.replace(".*.", f".{role}.").replace("*", "some")
             given[key] = ["null" if value is None else str(value) for value in accepted or ("[1]", "anything")]
             if accepted:
                 refused[key] = reason

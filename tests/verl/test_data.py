@@ -61,6 +61,18 @@ def test_long_prompts_are_dropped_or_named(dataset: RLHFDataset, files: tuple[st
         RLHFDataset([path], hf_tokenizer(tokenizer), max_prompt_length=2, filter_overlong_prompts=True)
 
 
+@pytest.mark.parametrize("truncation", ["left", "right", "middle"])
+def test_long_prompts_are_cut_as_asked(files: tuple[str, str], truncation: str) -> None:
+    path, tokenizer = files
+    whole = RLHFDataset([path], hf_tokenizer(tokenizer), max_prompt_length=1000)[10]["raw_prompt_ids"]
+    cut = RLHFDataset([path], hf_tokenizer(tokenizer), max_prompt_length=41, truncation=truncation)
+    item = cut[10]
+    expected = {"left": whole[-41:], "right": whole[:41], "middle": whole[:20] + whole[-21:]}
+    assert item["raw_prompt_ids"] == expected[truncation]
+    assert item["prompt_text"] == hf_tokenizer(tokenizer).decode(expected[truncation])
+    assert len(cut) == 11 and cut.num_filtered == 0
+
+
 def test_batches_become_dataprotos(dataset: RLHFDataset) -> None:
     batch = DataProto.from_single_dict(collate_fn([dataset[i] for i in range(3)]))
     assert batch.batch is None and batch.non_tensor_batch["raw_prompt_ids"].tolist() == [

@@ -8,7 +8,15 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
-from verl.trainer.config import ConfigError, PPOTrainerConfig, config_warnings, load_config, validate_config
+from verl.trainer.config import (
+    ConfigError,
+    PPOTrainerConfig,
+    compose_config,
+    config_warnings,
+    resolve_config,
+    validate_config,
+    without_effect_block,
+)
 from verl.utils.rank_log import FORMAT
 
 logger = logging.getLogger("verl.trainer.main_ppo")
@@ -22,8 +30,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format=FORMAT)
     try:
-        config = load_config(args.overrides, config_name=args.config_name, config_dir=args.config_dir)
+        composed = compose_config(args.overrides, config_name=args.config_name, config_dir=args.config_dir)
+        config, unused = resolve_config(composed)
         _raise_problems(validate_config(config))
+        if unused:
+            logger.info(without_effect_block(unused))
         if args.check == "config":
             return 0
         from verl.trainer.preflight import preflight_problems

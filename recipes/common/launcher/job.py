@@ -119,7 +119,7 @@ def _quoted(value: object) -> str:
 
 def resolve_config(settings: Settings) -> PPOTrainerConfig:
     """The run's config, typed; ConfigError (a ValueError) lists every unknown key and wrong type."""
-    from verl.trainer.config.load import load_config
+    from verl.trainer.config import load_config
 
     directory, name = config_path(settings)
     first = run_overrides(settings, _model_dir(settings, True))
@@ -127,6 +127,15 @@ def resolve_config(settings: Settings) -> PPOTrainerConfig:
     # What only the resolved config tells: how many nodes only generate, and whether weights are wanted.
     wanted = Job(settings, config).overrides
     return config if wanted == first else load_config(wanted, config_name=name, config_dir=directory)
+
+
+def keys_without_effect(job: Job) -> str:
+    """The block of keys that were given and change nothing, with their reasons; empty where there are none."""
+    from verl.trainer.config import compose_config, resolve_config, without_effect_block
+
+    directory, name = config_path(job.settings)
+    composed = compose_config(job.overrides, config_name=name, config_dir=directory)
+    return without_effect_block(resolve_config(composed)[1])
 
 
 def _rollout_nnodes(config: PPOTrainerConfig) -> int:

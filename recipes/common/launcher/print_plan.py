@@ -10,7 +10,7 @@ from contextlib import suppress
 from rich.console import Console
 
 from recipes.common.launcher.hostfile import HOSTFILE, SECRETS, RemoteStart, shown
-from recipes.common.launcher.job import Job, model_dimensions
+from recipes.common.launcher.job import Job, keys_without_effect, model_dimensions
 from recipes.common.launcher.nodes import RANK
 from recipes.common.launcher.ray_node import ray_command, run_variables
 from recipes.common.launcher.settings import NodeRole, variables
@@ -45,6 +45,8 @@ def print_plan(
             console.print(shown(start, os.environ))
     console.rule("Resolved config")
     console.print(to_yaml(job.config))
+    if block := keys_without_effect(job):
+        console.print(block)
     if problems:
         console.rule("What this machine would refuse")
         for problem in problems:

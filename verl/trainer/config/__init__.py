@@ -3,7 +3,8 @@
 from verl.trainer.config.algorithm import AlgoConfig, FilterGroupsConfig, KLControlConfig, RolloutCorrectionConfig
 from verl.trainer.config.config import ActorRolloutRefConfig, PPOTrainerConfig
 from verl.trainer.config.data import DataConfig
-from verl.trainer.config.load import ConfigError, load_config, typed_config
+from verl.trainer.config.fixed_keys import WithoutEffect, without_effect_block
+from verl.trainer.config.load import ConfigError, compose_config, load_config, resolve_config, typed_config
 from verl.trainer.config.schedule import AsyncTrainingConfig, RolloutRanksConfig
 from verl.trainer.config.trainer import TrainerConfig
 from verl.trainer.config.validate import config_warnings, validate_config
@@ -20,8 +21,12 @@ __all__ = [
     "RolloutCorrectionConfig",
     "RolloutRanksConfig",
     "TrainerConfig",
+    "WithoutEffect",
+    "compose_config",
     "config_warnings",
     "load_config",
+    "resolve_config",
     "typed_config",
     "validate_config",
+    "without_effect_block",
 ]

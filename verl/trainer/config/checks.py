@@ -131,6 +131,11 @@ def registry_problems(config: PPOTrainerConfig) -> Iterator[str]:
     from verl.workers.reward_manager import MANAGERS
 
     models = config.actor_rollout_ref
+    if config.algorithm.adv_estimator == "gae":
+        yield (
+            "algorithm.adv_estimator is 'gae', which needs the values of a critic network, and there is none; the "
+            f"estimators without one are {', '.join(name for name in ESTIMATORS.names if name != 'gae')}"
+        )
     try:
         import_external_libs(models.model.external_lib)
     except Exception as error:  # a process edge: the user's code runs here, and may raise anything
@@ -140,7 +145,7 @@ def registry_problems(config: PPOTrainerConfig) -> Iterator[str]:
         (LOSSES, models.actor.policy_loss.loss_mode),
         (MANAGERS, config.reward_model.reward_manager),
     ):
-        if name not in registry.names:
+        if name not in registry.names and name != "gae":
             yield (
                 f"{registry.key} is {name!r}; expected one of {', '.join(registry.names)}, or a name that a module of "
                 "actor_rollout_ref.model.external_lib registers"

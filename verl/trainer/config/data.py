@@ -6,8 +6,9 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from verl.workers.config.values import Section, Values, at_least
+from verl.workers.config.values import Section, Values, at_least, one_of
 
+TRUNCATIONS = ("error", "left", "right", "middle")
 TAKES_NAMES = "takes_names"  # metadata of a field that may hold keys of the user's own
 _ROWS = Values("give a number of rows, or -1 for all", lambda value: value == -1 or value >= 1)
 _SET_NAME = re.compile(r"[\w-]+")  # a part of a dotted key
@@ -33,12 +34,15 @@ class DataConfig(Section):
         shuffle: draw a new order of the rows for each epoch, which depends on (``seed``, epoch) alone.
         seed: seed of that order; absent means 0.
         filter_overlong_prompts: drop prompts that are longer than ``max_prompt_length``.
+        truncation: what happens to longer prompts that are not dropped: ``error`` ends the run before its first step,
+            ``left`` cuts their first tokens, ``right`` their last, ``middle`` those between two halves.
     """
 
     VALUES: ClassVar = {
         **dict.fromkeys(("max_prompt_length", "max_response_length", "train_batch_size"), at_least(1)),
         **dict.fromkeys(("gen_batch_size", "val_batch_size"), at_least(1)),
         **dict.fromkeys(("train_max_samples", "val_max_samples"), _ROWS),
+        "truncation": one_of(*TRUNCATIONS),
     }
 
     train_files: Any = "~/data/rlhf/train.parquet"
@@ -54,6 +58,7 @@ class DataConfig(Section):
     shuffle: bool = True
     seed: int | None = None
     filter_overlong_prompts: bool = False
+    truncation: str = "error"
 
     def contradictions(self, where: str) -> list[str]:
         where, sets = f"{where}.val_files", self.val_files

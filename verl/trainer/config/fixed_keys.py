@@ -1,54 +1,75 @@
-"""Keys that upstream's scripts set and that need no action here: each is checked against this table, then dropped."""
+"""Keys of upstream's scripts that have no effect here: each is checked against this table, dropped, and reported."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+GIVEN_EMPTY = "given empty, so it keeps its default"
 ANY: tuple[Any, ...] = ()
 _ENGINE = "actor_rollout_ref.*.megatron"  # the actor's and the reference's
 _OVERRIDE = f"{_ENGINE}.override_transformer_config"
+_MODEL = "actor_rollout_ref.model.override_config"
 _FLAG = (True, False)
+_OPS = "trainer.train_ops decides which kernels run"
+_NO_CODE = "model directories are never executed"
+_NO_CRITIC = "no estimator here uses a critic network"
+_NO_REWARD_NETWORK = "rewards are functions: there is no reward network"
+_NO_DROPOUT = "there is no dropout"
 
-# dotted key or shell pattern -> (accepted values, what decides instead)
+# dotted key or shell pattern -> (accepted values, what happens instead); the first pattern that matches counts
 FIXED_KEYS: dict[str, tuple[tuple[Any, ...], str]] = {
     "data.reward_fn_key": (("data_source",), "the column that every reward function is given"),
-    "data.return_raw_chat": (_FLAG, "raw prompts are never sent to the workers"),
-    "data.trust_remote_code": ((False,), "model directories are never executed"),
-    "data.truncation": (("error",), "data.filter_overlong_prompts=True drops long prompts, and no prompt is cut"),
-    "actor_rollout_ref.model.trust_remote_code": ((False,), "model directories are never executed"),
+    "data.return_raw_chat": (_FLAG, "rows always carry their prompt as text, and engines get token ids"),
+    "data.return_full_prompt": (_FLAG, "rows always carry their whole prompt as text"),
+    "data.return_raw_input_ids": (_FLAG, "rows always carry their prompt's token ids"),
+    "data.trust_remote_code": (_FLAG, _NO_CODE),
+    "actor_rollout_ref.model.trust_remote_code": (_FLAG, _NO_CODE),
     "actor_rollout_ref.model.use_remove_padding": (_FLAG, "training always works on packed tokens"),
-    "actor_rollout_ref.model.use_fused_kernels": ((False,), "trainer.train_ops decides"),
+    "actor_rollout_ref.model.use_fused_kernels": (_FLAG, _OPS),
+    "actor_rollout_ref.model.use_shm": (_FLAG, "weights are read from where they are"),
+    f"{_MODEL}.attention_dropout": ((0.0,), _NO_DROPOUT),
+    f"{_MODEL}.embd_pdrop": ((0.0,), _NO_DROPOUT),
+    f"{_MODEL}.resid_pdrop": ((0.0,), _NO_DROPOUT),
     "actor_rollout_ref.*.strategy": (("megatron",), "the only training engine"),
-    "actor_rollout_ref.actor.use_torch_compile": (_FLAG, "no torch.compile is used"),
+    "actor_rollout_ref.*.use_torch_compile": (_FLAG, "training uses no torch.compile"),
     "actor_rollout_ref.actor.ppo_micro_batch_size": ((None,), "use ppo_micro_batch_size_per_gpu"),
+    "actor_rollout_ref.actor.use_fused_kernels": (_FLAG, _OPS),
+    "actor_rollout_ref.*.profiler.enable": ((False,), "profiling is off"),
+    "actor_rollout_ref.*.profiler.*": (ANY, "profiling is off"),
     f"{_ENGINE}.use_mbridge": (_FLAG, "weights are read from Hugging Face files by one plan"),
     f"{_ENGINE}.use_distributed_optimizer": ((True,), "the optimizer state is always sharded"),
-    f"{_OVERRIDE}.multi_head_latent_attention": ((True,), "the model's config.json decides"),
     f"{_OVERRIDE}.moe_grouped_gemm": ((True,), "experts are always grouped"),
     f"{_OVERRIDE}.moe_permutation_async_comm": ((True,), "counts are always exchanged while tokens are sorted"),
-    f"{_OVERRIDE}.use_flash_attn": ((True,), "trainer.train_ops decides"),
-    f"{_OVERRIDE}.attention_backend": (("flash", "auto"), "trainer.train_ops decides"),
-    f"{_OVERRIDE}.use_fused_rotary_pos_emb": ((True,), "trainer.train_ops decides"),
-    f"{_OVERRIDE}.use_fused_swiglu": ((True,), "trainer.train_ops decides"),
-    f"{_OVERRIDE}.use_fused_rmsnorm": ((True,), "trainer.train_ops decides"),
-    f"{_OVERRIDE}.use_fused_moe_token_permute_and_unpermute": ((True,), "trainer.train_ops decides"),
-    f"{_OVERRIDE}.attention_dropout": ((0.0,), "there is no dropout"),
-    f"{_OVERRIDE}.hidden_dropout": ((0.0,), "there is no dropout"),
+    f"{_OVERRIDE}.moe_enable_deepep": (_FLAG, "tokens travel to their experts by all-to-all, without DeepEP's kernels"),
+    f"{_OVERRIDE}.moe_permute_fusion": (_FLAG, _OPS),
+    f"{_OVERRIDE}.use_flash_attn": ((True,), _OPS),
+    f"{_OVERRIDE}.attention_backend": (("flash", "fused", "auto"), _OPS),
+    f"{_OVERRIDE}.use_fused_rotary_pos_emb": (_FLAG, _OPS),
+    f"{_OVERRIDE}.apply_rope_fusion": (_FLAG, _OPS),
+    f"{_OVERRIDE}.use_fused_swiglu": (_FLAG, _OPS),
+    f"{_OVERRIDE}.use_fused_rmsnorm": (_FLAG, _OPS),
+    f"{_OVERRIDE}.use_fused_moe_token_permute_and_unpermute": (_FLAG, _OPS),
+    f"{_OVERRIDE}.bias_activation_fusion": (_FLAG, _OPS),
+    f"{_OVERRIDE}.bias_dropout_fusion": (_FLAG, _OPS),
+    f"{_OVERRIDE}.masked_softmax_fusion": (_FLAG, _OPS),
+    f"{_OVERRIDE}.persist_layer_norm": (_FLAG, _OPS),
+    f"{_OVERRIDE}.gradient_accumulation_fusion": (_FLAG, _OPS),
+    f"{_OVERRIDE}.deallocate_pipeline_outputs": (_FLAG, "a stage frees each output as soon as it is sent"),
+    f"{_OVERRIDE}.attention_dropout": ((0.0,), _NO_DROPOUT),
+    f"{_OVERRIDE}.hidden_dropout": ((0.0,), _NO_DROPOUT),
     f"{_OVERRIDE}.attention_softmax_in_fp32": ((True,), "the softmax is always computed in float32"),
-    f"{_OVERRIDE}.qk_layernorm": ((True,), "the model's config.json decides"),
-    f"{_OVERRIDE}.position_embedding_type": (("rope",), "the model's config.json decides"),
-    f"{_OVERRIDE}.use_rope_scaling": (_FLAG, "the model's config.json decides"),
-    f"{_OVERRIDE}.rope_scaling_type": (("yarn",), "the model's config.json decides"),
-    f"{_OVERRIDE}.rope_scaling_*": (ANY, "the model's config.json decides"),
     f"{_OVERRIDE}.variable_seq_lengths": ((True,), "every stage knows the shapes of packed micro-batches"),
-    f"{_OVERRIDE}.seq_length": (ANY, "data.max_prompt_length and data.max_response_length decide"),
-    f"{_OVERRIDE}.swap_optimizer": (ANY, "actor.megatron.swap_optimizer decides"),
-    "actor_rollout_ref.ref.load_weight": (_FLAG, "actor.load_weight and ref.megatron.load_weight decide"),
-    "actor_rollout_ref.rollout.do_sample": (_FLAG, "training always samples"),
-    "actor_rollout_ref.rollout.free_cache_engine": (_FLAG, "weights and cache are freed after every generation"),
+    f"{_OVERRIDE}.seq_length": (ANY, "every micro-batch brings its own length"),
+    "actor_rollout_ref.rollout.do_sample": ((True,), "training always samples"),
+    "actor_rollout_ref.rollout.free_cache_engine": (
+        (True,),
+        "weights and cache are freed before training",
+    ),
     "actor_rollout_ref.rollout.load_format": (
-        ("dummy", "auto", "dummy_megatron", "auto_megatron"),
+        ("dummy", "auto", "safetensors", "dummy_megatron", "auto_megatron"),
         "weights always come from the trainer",
     ),
     "actor_rollout_ref.rollout.log_prob_micro_batch_size": ((None,), "use log_prob_micro_batch_size_per_gpu"),
@@ -59,23 +80,60 @@ FIXED_KEYS: dict[str, tuple[tuple[Any, ...], str]] = {
         (False,),
         "bypass_mode trains with actor.policy_loss.loss_mode",
     ),
-    "reward_model.enable": ((False,), "rewards are functions, there is no reward network"),
+    "critic.*": (ANY, _NO_CRITIC),
+    "reward_model.enable": ((False,), _NO_REWARD_NETWORK),
+    "reward_model.strategy": (ANY, _NO_REWARD_NETWORK),
+    "reward_model.megatron.*": (ANY, _NO_REWARD_NETWORK),
+    "reward_model.model.*": (ANY, _NO_REWARD_NETWORK),
+    "reward_model.profiler.*": (ANY, _NO_REWARD_NETWORK),
+    "reward_model.micro_batch_size*": (ANY, _NO_REWARD_NETWORK),
     "reward_model.launch_reward_fn_async": (_FLAG, "scoring always runs while log-probs are computed"),
-    "trainer.critic_warmup": ((0,), "there is no critic"),
+    "trainer.critic_warmup": ((0,), _NO_CRITIC),
 }
 
 
-def take_fixed_keys(tree: dict[str, Any], prefix: str = "") -> list[str]:
-    """Remove the keys of the table from ``tree``; one sentence for each value that means nothing here."""
-    found = []
+@dataclass(frozen=True)
+class WithoutEffect:
+    """A key that was given and changes nothing, with the reason."""
+
+    key: str
+    value: Any
+    reason: str
+
+
+def take_fixed_keys(tree: dict[str, Any], prefix: str = "") -> tuple[list[WithoutEffect], list[str]]:
+    """Remove the keys of the table from ``tree``.
+
+    Returns those that have no effect, and a sentence for each value that asks for something else than what happens.
+    """
+    taken: list[WithoutEffect] = []
+    problems: list[str] = []
     for key, value in list(tree.items()):
         name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            inner_taken, inner_problems = take_fixed_keys(value, f"{name}.")
+            taken, problems = taken + inner_taken, problems + inner_problems
+            if not value and inner_taken:
+                del tree[key]
+            continue
         fixed = next((FIXED_KEYS[pattern] for pattern in FIXED_KEYS if fnmatchcase(name, pattern)), None)
         if fixed is None:
-            found += take_fixed_keys(value, f"{name}.") if isinstance(value, dict) else []
             continue
         accepted, reason = fixed
-        if accepted and value not in accepted:
-            found.append(f"{name} is {value!r}; expected {' or '.join(map(repr, accepted))} ({reason})")
+        if value == "":
+            taken.append(WithoutEffect(name, value, GIVEN_EMPTY))
+        elif accepted and value not in accepted:
+            problems.append(f"{name} is {value!r}; expected {' or '.join(map(repr, accepted))} ({reason})")
+        else:
+            taken.append(WithoutEffect(name, value, reason))
         del tree[key]
-    return found
+    return taken, problems
+
+
+def without_effect_block(taken: Iterable[WithoutEffect]) -> str:
+    """The keys by reason, for the log at start and for a plan; empty where there are none."""
+    by_reason: dict[str, list[str]] = {}
+    for item in taken:
+        by_reason.setdefault(item.reason, []).append(f"{item.key}={item.value}")
+    lines = [f"  {', '.join(sorted(keys))}: {reason}" for reason, keys in by_reason.items()]
+    return "\n".join(["taken without effect:", *lines]) if lines else ""

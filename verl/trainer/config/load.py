@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -18,7 +19,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl.trainer.config.config import PPOTrainerConfig
 from verl.trainer.config.data import TAKES_NAMES
-from verl.trainer.config.fixed_keys import FIXED_KEYS, take_fixed_keys
+from verl.trainer.config.fixed_keys import FIXED_KEYS, GIVEN_EMPTY, WithoutEffect, take_fixed_keys
+from verl.trainer.config.model_keys import compare_model_keys, take_model_keys
+from verl.trainer.config.upstream_keys import ASYNC_KEYS, MOVED_KEYS, list_of_names, translate_upstream_keys, value_at
 
 CONFIG_DIR = Path(__file__).resolve().parent
 DEFAULT_CONFIG_NAME = "ppo_megatron_trainer"
@@ -37,6 +40,11 @@ _PATH_KEYS = (
 _EXTERNAL_LIB = "actor_rollout_ref.model.external_lib"
 _ACTOR, _REF = "actor_rollout_ref.actor.megatron.", "actor_rollout_ref.ref.megatron."
 _ROUTER_REPLAY = "actor_rollout_ref.actor.router_replay.mode"
+# Keys of the engine that the reference has and cannot use.
+_OF_TRAINING = ("grad_offload", "optimizer_offload", "swap_optimizer", "override_ddp_config")
+_NO_TRAINING = "the reference is not trained"
+_NEAR = 0.6  # likeness of keys, 1 for equal ones, from which one may be a slip for the other
+_TELLING = 5  # letters of a last part that names a key whatever stands before it
 
 
 class ConfigError(ValueError):
@@ -83,14 +91,22 @@ def compose_config(
 
 def typed_config(composed: DictConfig) -> PPOTrainerConfig:
     """Check every key and value of ``composed`` against the schema and build the frozen dataclasses."""
+    return resolve_config(composed)[0]
+
+
+def resolve_config(composed: DictConfig) -> tuple[PPOTrainerConfig, list[WithoutEffect]]:
+    """The typed tree of ``composed``, and the keys in it that have no effect here, each with its reason."""
+    taken = _restore_followers(composed)
     try:
         raw: Any = OmegaConf.to_container(composed, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError([str(error).strip().replace("\n", " ")]) from error
     assert isinstance(raw, dict)
     known = known_keys()
-    problems = take_fixed_keys(raw)
-    leaves = dict(_leaves(raw, known, problems))
+    of_model, problems = take_model_keys(raw), list[str]()
+    for found in (translate_upstream_keys(raw), take_fixed_keys(raw), compare_model_keys(of_model, _model_path(raw))):
+        taken, problems = taken + found[0], problems + found[1]
+    leaves = _given(dict(_leaves(raw, known, problems)), taken)
     # ref.megatron is the actor's with the given keys replaced.
     inherited = {_REF + key.removeprefix(_ACTOR): value for key, value in leaves.items() if key.startswith(_ACTOR)}
     schema = OmegaConf.structured(PPOTrainerConfig)
@@ -111,7 +127,7 @@ def typed_config(composed: DictConfig) -> PPOTrainerConfig:
         OmegaConf.update(schema, _ROUTER_REPLAY, config.automatic_router_replay)
         config = OmegaConf.to_object(schema)
         assert isinstance(config, PPOTrainerConfig)
-    return config
+    return config, taken
 
 
 def known_keys(cls: type = PPOTrainerConfig, prefix: str = "") -> dict[str, bool]:
@@ -125,6 +141,55 @@ def known_keys(cls: type = PPOTrainerConfig, prefix: str = "") -> dict[str, bool
         else:
             keys[name] = isinstance(default, dict) or TAKES_NAMES in field.metadata
     return keys
+
+
+def _restore_followers(composed: DictConfig) -> list[WithoutEffect]:
+    """Let keys that are given empty follow others again as the base YAML file says; returns these keys."""
+    base = yaml.safe_load((CONFIG_DIR / f"{DEFAULT_CONFIG_NAME}.yaml").read_text(encoding="utf-8"))
+    taken = []
+    for key in ("trainer.default_local_dir", "trainer.report_dir"):
+        if OmegaConf.select(composed, key) == "":
+            OmegaConf.update(composed, key, value_at(base, key))
+            taken.append(WithoutEffect(key, "", GIVEN_EMPTY))
+    return taken
+
+
+def _given(leaves: dict[str, Any], taken: list[WithoutEffect]) -> dict[str, Any]:
+    """The leaves that set something, lists of names as lists; adds those without effect to ``taken``.
+
+    Null and "" are how upstream's scripts leave a key unset whose variable is empty; where "absent" is no value of
+    the key, it keeps its default.
+    """
+    types = _field_types()
+    kept: dict[str, Any] = {}
+    for key, value in leaves.items():
+        kind = types[key]
+        if value in (None, "") and kind != "Any" and "None" not in kind:
+            taken.append(WithoutEffect(key, value, GIVEN_EMPTY))
+        elif key.startswith(_REF) and key.removeprefix(_REF) in _OF_TRAINING:
+            taken.append(WithoutEffect(key, value, _NO_TRAINING))
+        elif value == "" and "None" in kind:
+            kept[key] = None
+        else:
+            kept[key] = list_of_names(value) if kind == "list[str]" else value
+    return kept
+
+
+def _field_types(cls: type = PPOTrainerConfig, prefix: str = "") -> dict[str, str]:
+    """The annotation of every leaf key, as it is written."""
+    types: dict[str, str] = {}
+    for field in dataclasses.fields(cls):
+        default = field.default_factory() if callable(field.default_factory) else field.default
+        name = f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(default):
+            types |= _field_types(type(default), f"{name}.")
+        else:
+            types[name] = str(field.type)
+    return types
+
+
+def _model_path(raw: dict[str, Any]) -> str:
+    return str(value_at(raw, "actor_rollout_ref.model.path") or PPOTrainerConfig().actor_rollout_ref.model.path)
 
 
 def to_yaml(config: PPOTrainerConfig) -> str:
@@ -176,13 +241,23 @@ def _absolute_files(libraries: Any) -> Any:
 
 
 def _unknown(key: str, known: dict[str, bool]) -> str:
-    candidates = [*known, *FIXED_KEYS]
-    near = difflib.get_close_matches(key, candidates, n=1, cutoff=0.0)
-    last = key.rsplit(".", 1)[-1]
-    same_leaf = [name for name in candidates if name.rsplit(".", 1)[-1] == last]
-    if same_leaf:
-        near = difflib.get_close_matches(key, same_leaf, n=1, cutoff=0.0)
-    return f"unknown key {key}; the nearest known key is {near[0]}"
+    """The sentence about an unknown key, with the known one that it may have meant, if any is near."""
+    leaf = key.rpartition(".")[2]
+    near = {
+        name: _likeness(key, name)
+        for name in (*known, *FIXED_KEYS, *MOVED_KEYS, *ASYNC_KEYS)
+        if _likeness(leaf, name.rpartition(".")[2]) >= _NEAR
+    }
+    same_leaf = {name: score for name, score in near.items() if name.rpartition(".")[2] == leaf}
+    near = same_leaf or near
+    best = max(near, key=lambda name: near[name], default=None)
+    if best is None or (near[best] < _NEAR and (not same_leaf or len(leaf) < _TELLING)):
+        return f"unknown key {key}, and none is like it; docs/parameters.md has them all"
+    return f"unknown key {key}; the nearest known key is {best}"
+
+
+def _likeness(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()
 
 
 def _unlock(node: DictConfig) -> None:

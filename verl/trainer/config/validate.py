@@ -114,11 +114,19 @@ def _model_dims(config: PPOTrainerConfig) -> tuple[dict[str, int], list[str]]:
     }
     dims = {ours: int(hf[theirs]) for ours, theirs in names.items() if hf.get(theirs) is not None}
     found = []
-    positions = hf.get("max_position_embeddings")
-    rollout = config.actor_rollout_ref.rollout
+    positions, limit = hf.get("max_position_embeddings"), config.actor_rollout_ref.model.max_position_embeddings
+    rollout, source = config.actor_rollout_ref.rollout, str(path)
+    if limit is not None and positions is not None:
+        if limit > positions:
+            found.append(
+                f"actor_rollout_ref.model.override_config.max_position_embeddings is {limit}, but {path} has "
+                f"{positions}; a limit can only be lower: change the file if the model is meant to read longer texts"
+            )
+        else:
+            positions, source = limit, "actor_rollout_ref.model.override_config"
     if positions is not None and rollout.context_length > positions:
         found.append(
-            f"prompt plus response reach {rollout.context_length} tokens; {path} allows max_position_embeddings "
+            f"prompt plus response reach {rollout.context_length} tokens; {source} allows max_position_embeddings "
             f"{positions}"
         )
     return dims, found
@@ -173,8 +181,6 @@ def _layout_problems(config: PPOTrainerConfig, dims: dict[str, int]) -> list[str
             f"{experts} experts do not divide over the {over} rollout ranks; set "
             "actor_rollout_ref.rollout.enable_expert_parallel=False or change the number of devices"
         )
-    if dims and experts is None and models.rollout.enable_expert_parallel:
-        found.append("the model has no experts; set actor_rollout_ref.rollout.enable_expert_parallel=False")
     return found
 
 

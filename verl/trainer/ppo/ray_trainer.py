@@ -304,5 +304,6 @@ def _dataset(
         prompt_key=data.prompt_key,
         max_prompt_length=data.max_prompt_length,
         filter_overlong_prompts=data.filter_overlong_prompts,
+        truncation=data.truncation,
         max_samples=max_samples,
     )

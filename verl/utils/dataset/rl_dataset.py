@@ -25,7 +25,7 @@ class RLHFDataset:
     Args:
         data_files: parquet files in verl's row schema.
         max_prompt_length: tokens; a longer prompt is dropped (counted in ``num_filtered``) or, without
-            ``filter_overlong_prompts``, a ValueError that names its row.
+            ``filter_overlong_prompts``, cut as ``truncation`` says; with ``error`` a ValueError names its row.
         max_samples: use only so many rows from the start; -1 is all.
     """
 
@@ -37,6 +37,7 @@ class RLHFDataset:
         prompt_key: str = "prompt",
         max_prompt_length: int,
         filter_overlong_prompts: bool = False,
+        truncation: str = "error",
         max_samples: int = -1,
     ) -> None:
         rows = read_rows(data_files, prompt_key)
@@ -46,11 +47,19 @@ class RLHFDataset:
         texts = [str(chat(row[prompt_key], add_generation_prompt=True, tokenize=False)) for row in rows]
         ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
         too_long = [index for index, tokens in enumerate(ids) if len(tokens) > max_prompt_length]
+        if too_long and not filter_overlong_prompts and truncation != "error":
+            for index in too_long:
+                ids[index] = truncated(ids[index], max_prompt_length, truncation)
+                texts[index] = str(tokenizer.decode(ids[index]))
+            logger.info(
+                "%d of %d prompts are cut to %d tokens (%s)", len(too_long), len(rows), max_prompt_length, truncation
+            )
+            too_long = []
         if too_long and not filter_overlong_prompts:
             raise ValueError(
                 f"{len(too_long)} prompts of {', '.join(data_files)} are longer than data.max_prompt_length "
                 f"{max_prompt_length} tokens, the first in row {too_long[0]} ({len(ids[too_long[0]])} tokens); "
-                "raise it, or set data.filter_overlong_prompts=True"
+                "raise it, or set data.filter_overlong_prompts=True or data.truncation=left"
             )
         dropped = set(too_long)
         self.num_filtered = len(dropped)
@@ -86,6 +95,14 @@ class RLHFDataset:
             "response_limit": extra_info.get(RESPONSE_LIMIT) or 0,
             "index": index,
         }
+
+
+def truncated(tokens: list[int], length: int, truncation: str) -> list[int]:
+    """At most ``length`` of the tokens: the last with ``left``, the first with ``right``, both ends with ``middle``."""
+    if truncation == "middle":
+        first = length // 2
+        return [*tokens[:first], *tokens[len(tokens) - (length - first) :]]
+    return tokens[-length:] if truncation == "left" else tokens[:length]
 
 
 def _is_int(value: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from megatron.core.parallel_layout import ParallelLayout
 from verl.workers.config import overrides
 from verl.workers.config.model import GradientCheckpointingConfig
-from verl.workers.config.values import Section, one_of
+from verl.workers.config.values import TRAINED_DTYPES, Section
 
 # Keys in which actor and reference, who share their processes, must agree.
 LAYOUT_KEYS = (
@@ -20,6 +20,7 @@ LAYOUT_KEYS = (
     "expert_tensor_parallel_size",
 )
 END_STAGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+COUNTED_ENDS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class McoreEngineConfig(Section):
         override_transformer_config: layout, recomputation, MoE and MTP; its keys are below.
     """
 
-    VALUES: ClassVar = {"dtype": one_of("bfloat16", "float32")}
+    VALUES: ClassVar = {"dtype": TRAINED_DTYPES}
 
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
@@ -107,7 +108,7 @@ class McoreEngineConfig(Section):
             return overrides.layer_numbers(self.num_layer_list)
         if stages := given.get("pipeline_num_transformer_layers"):
             return tuple(sum(overrides.layer_numbers(stage)) for stage in stages)
-        if num_layers is None or not any(given.get(key) is not None for key in END_STAGES):
+        if num_layers is None or not any(given.get(key) for key in (*END_STAGES, *COUNTED_ENDS)):
             return None
         return self.layout(self.pipeline_model_parallel_size).stage_layer_counts(num_layers)
 
@@ -126,6 +127,8 @@ class McoreEngineConfig(Section):
             virtual_pipeline_model_parallel_size=self.virtual_pipeline_model_parallel_size or 1,
             num_layers_in_first_pipeline_stage=first,
             num_layers_in_last_pipeline_stage=last,
+            account_for_embedding_in_pipeline_split=bool(given.get(COUNTED_ENDS[0])),
+            account_for_loss_in_pipeline_split=bool(given.get(COUNTED_ENDS[1])),
             noop_layers=overrides.layer_numbers(given.get("noop_layers") or ()),
             mla_down_proj_column_parallel=bool(given.get("mla_down_proj_column_parallel")),
         )

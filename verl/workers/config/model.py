@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.workers.config.overrides import MODEL_OVERRIDES, override_problems
+from verl.workers.config.overrides import LIMIT_OVERRIDES, MODEL_OVERRIDES, override_problems
 from verl.workers.config.values import Section
+
+_POSITIONS = "max_position_embeddings"
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,8 @@ class HFModelConfig(Section):
             import before the config is checked. What it registers (``register_adv_est``, ``register_policy_loss``, a
             reward manager) can then be named in the config. A file must exist on every node.
         enable_gradient_checkpointing: use ``gradient_checkpointing_kwargs``.
-        override_config: ``moe_config.freeze_moe_router``, and nothing else.
+        override_config: ``moe_config.freeze_moe_router``, and ``max_position_embeddings``, by itself or in
+            ``model_config``: a limit of prompt and response below config.json's.
     """
 
     path: str = "~/models/DeepSeek-V3-hf"
@@ -48,6 +51,13 @@ class HFModelConfig(Section):
         """``override_config.moe_config.freeze_moe_router``: gates and their biases keep their values."""
         return bool((self.override_config.get("moe_config") or {}).get("freeze_moe_router"))
 
+    @property
+    def max_position_embeddings(self) -> int | None:
+        """The limit of ``override_config``, if it has one."""
+        given = self.override_config
+        found: int | None = {**given, **(given.get("model_config") or {})}.get(_POSITIONS)
+        return found
+
     def contradictions(self, where: str) -> list[str]:
         found = []
         libraries = [self.external_lib] if isinstance(self.external_lib, str) else self.external_lib or []
@@ -55,10 +65,12 @@ class HFModelConfig(Section):
             found.append(f"{where}.external_lib is {self.external_lib!r}; expected a module, a Python file or a list")
         for section, keys in self.override_config.items():
             name = f"{where}.override_config.{section}"
-            if section not in ("model_config", "moe_config"):
-                found.append(f"{name} is not known here; known: moe_config.freeze_moe_router")
-            elif section == "model_config" and keys:
-                found.append(f"{name} is {dict(keys)}; the model's config.json decides, leave it empty")
+            if section == _POSITIONS:
+                found += override_problems(where + ".override_config", {section: keys}, LIMIT_OVERRIDES)
+            elif section not in ("model_config", "moe_config"):
+                found.append(f"{name} is not known here; known: moe_config.freeze_moe_router, {_POSITIONS}")
+            elif section == "model_config":
+                found += override_problems(name, keys or {}, LIMIT_OVERRIDES)
             elif section == "moe_config":
                 found += override_problems(name, keys or {}, MODEL_OVERRIDES)
         return found

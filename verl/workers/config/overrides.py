@@ -3,6 +3,9 @@
 Attributes:
     num_layers_in_first_pipeline_stage: layers of the first stage; the other stages share the rest evenly.
     num_layers_in_last_pipeline_stage: layers of the last stage; the other stages share the rest evenly.
+    account_for_embedding_in_pipeline_split: count the embedding as a layer of the first stage, which then has one
+        decoder layer less than the others.
+    account_for_loss_in_pipeline_split: count the output layer as a layer of the last stage, likewise.
     pipeline_num_transformer_layers: layers of every stage, for each of its chunks (MindSpeed's form of
         ``num_layer_list``).
     noop_layers: layer slots that have no layer, so that stages come out even (MindSpeed).
@@ -103,6 +106,8 @@ _DTYPE = one_of("fp32", "bf16")
 _LAYOUT: dict[str, Values] = {
     "num_layers_in_first_pipeline_stage": _count(1),
     "num_layers_in_last_pipeline_stage": _count(1),
+    "account_for_embedding_in_pipeline_split": _FLAG,
+    "account_for_loss_in_pipeline_split": _FLAG,
     "pipeline_num_transformer_layers": Values(
         "expected one list of layer counts per stage, such as [[6],[8]]", _stages
     ),
@@ -146,6 +151,8 @@ DDP_OVERRIDES: dict[str, Values] = {
 }
 # Keys of model.override_config.moe_config.
 MODEL_OVERRIDES: dict[str, Values] = {"freeze_moe_router": _FLAG}
+# Keys of model.override_config, and of model_config in it.
+LIMIT_OVERRIDES: dict[str, Values] = {"max_position_embeddings": _count(1)}
 # Fields of the engine's OptimizerConfig; dtypes as Megatron's command line names them.
 OPTIMIZER_OVERRIDES: dict[str, Values] = {
     "optimizer_cpu_offload": _FLAG,

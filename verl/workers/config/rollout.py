@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from verl.workers.config.values import Section, Values, at_least, one_of
+from verl.workers.config.values import TRAINED_DTYPES, Section, Values, at_least, one_of
 
 _SHARE = Values("expected (0, 1]", lambda value: 0 < value <= 1)
 
@@ -93,7 +93,7 @@ class RolloutConfig(Section):
         "temperature": Values("training samples need a temperature above 0", lambda value: value > 0),
         "top_p": _SHARE,
         **dict.fromkeys(("n", "max_num_seqs"), at_least(1)),
-        "dtype": one_of("bfloat16", "float32"),
+        "dtype": TRAINED_DTYPES,
         "gpu_memory_utilization": _SHARE,
         "quantization": Values("expected fp8, dequantize, or leave it out", ("fp8", "dequantize").__contains__),
         "kv_cache_layout": one_of("nd", "nz"),

@@ -27,6 +27,10 @@ def above(least: float) -> Values:
     return Values(f"it must be above {least:g}", lambda value: value > least)
 
 
+TRAINED_DTYPES = Values(
+    "expected one of bfloat16, float32 (no float16 training, which would have to scale its loss)",
+    ("bfloat16", "float32").__contains__,
+)
 NOT_NEGATIVE = Values("it must not be negative", lambda value: value >= 0)
 
 

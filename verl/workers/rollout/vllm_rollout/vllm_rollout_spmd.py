@@ -22,6 +22,7 @@ from vllm.model_executor.model_loader.shard_writer import WeightUpdate
 from vllm.ops.contract import RolloutOps
 from vllm.platforms import Platform
 from vllm.sampling_params import RequestOutputKind
+from vllm.transformers_utils.config import load_config
 
 logger = logging.getLogger(__name__)
 
@@ -148,6 +149,7 @@ def all_rank_shards(config: RolloutConfig, model_path: str, num_ranks: int) -> d
 def _engine_arguments(config: RolloutConfig, model_path: str, num_ranks: int) -> dict[str, Any]:
     """The keys that the engine has under the same names, and those that differ."""
     same = {field.name for field in fields(config)} & {field.name for field in fields(EngineArgs)}
+    has_experts = load_config(model_path).n_routed_experts > 0
     return {name: getattr(config, name) for name in same} | {
         "model": model_path,
         "skip_tokenizer_init": True,
@@ -156,6 +158,7 @@ def _engine_arguments(config: RolloutConfig, model_path: str, num_ranks: int) ->
         "distributed_executor_backend": "external_launcher",
         "max_model_len": config.context_length,
         "enable_sleep_mode": True,
+        "enable_expert_parallel": config.enable_expert_parallel and has_experts,
         "enable_return_routed_experts": config.enable_rollout_routing_replay,
         "force_load_balancing": config.fix_router,
         "load_format": "dummy",

@@ -1,0 +1,107 @@
+"""Keys that repeat what the model's config.json says, as Megatron and MindSpeed need them told: compared, never used.
+
+Names: MindSpeed's ``rope_scaling_*``, Megatron's ``yarn_*`` and ``rotary_scaling_factor``, and the bare names of
+Megatron's ``MLATransformerConfig``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl.trainer.config.fixed_keys import WithoutEffect
+
+_SECTION = re.compile(r"actor_rollout_ref\.(?:actor|ref)\.megatron\.override_transformer_config\.(\w+)")
+_ROPE = re.compile(
+    r"(?:rope_scaling_|rotary_scaling_|yarn_(?:rotary_)?(?:scaling_)?)"
+    r"(factor|beta_fast|beta_slow|mscale|mscale_all_dim|original_max_position_embeddings|type)"
+    r"|(beta_fast|beta_slow|mscale|mscale_all_dim|original_max_position_embeddings)"
+)
+_YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0}
+_REASON = "config.json of the model decides, and says the same"
+_UNREAD = "config.json of the model decides, and will be compared where it can be read"
+
+
+@dataclass(frozen=True)
+class ModelKey:
+    """A key that was given and its field in config.json, as ``rope_scaling.factor``."""
+
+    key: str
+    value: Any
+    field: str
+
+
+def take_model_keys(tree: dict[str, Any], prefix: str = "") -> list[ModelKey]:
+    """Remove and return the keys of ``override_transformer_config`` that repeat config.json."""
+    taken = []
+    for key, value in list(tree.items()):
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            taken += take_model_keys(value, f"{name}.")
+        elif (found := _SECTION.fullmatch(name)) and (field := _field_of(found[1])):
+            taken.append(ModelKey(name, value, field))
+            del tree[key]
+    return taken
+
+
+def compare_model_keys(given: list[ModelKey], model_path: str) -> tuple[list[WithoutEffect], list[str]]:
+    """The keys that agree with ``model_path``/config.json, and one sentence with both values for each that does not."""
+    file = Path(model_path).expanduser() / "config.json"
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8")) if given else {}
+    except (OSError, json.JSONDecodeError):  # preflight reports both
+        return [WithoutEffect(item.key, item.value, _UNREAD) for item in given], []
+    problems = list(_differences(given, raw, file))
+    return [WithoutEffect(item.key, item.value, _REASON) for item in given], problems
+
+
+def _differences(given: list[ModelKey], raw: Mapping[str, Any], file: Path) -> Iterator[str]:
+    for item in given:
+        theirs = _value(item.field, raw)
+        if not _is_equal(item.value, theirs):
+            yield (
+                f"{item.key} is {item.value!r}, but {item.field} of {file} is {theirs!r}; the file decides: leave the "
+                "key out or change the file"
+            )
+
+
+def _field_of(name: str) -> str | None:
+    if found := _ROPE.fullmatch(name):
+        return f"rope_scaling.{found[1] or found[2]}"
+    return {
+        "multi_head_latent_attention": "kv_lora_rank",
+        "qk_layernorm": "model_type",
+        "position_embedding_type": "position_embedding_type",
+        "use_rope_scaling": "rope_scaling",
+        "rope_type": "rope_scaling.type",
+        "rotary_base": "rope_theta",
+    }.get(name)
+
+
+def _value(field: str, raw: Mapping[str, Any]) -> Any:
+    """What config.json says in a field, as the value that its key would have."""
+    scaling = raw.get("rope_scaling") or {}
+    if field == "kv_lora_rank":
+        return bool(raw.get("kv_lora_rank"))
+    if field == "model_type":
+        return True  # both families have norms of queries and keys
+    if field == "position_embedding_type":
+        return "rope"
+    if field == "rope_scaling":
+        return bool(scaling)
+    if field == "rope_theta":
+        return raw.get("rope_theta", 10000.0)
+    name = field.removeprefix("rope_scaling.")
+    if name == "type":
+        return scaling.get("rope_type") or scaling.get("type") or "rope"
+    return scaling.get(name, _YARN_DEFAULTS.get(name) if scaling else None)
+
+
+def _is_equal(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours, bool) or isinstance(theirs, bool) or isinstance(ours, str):
+        return bool(ours == theirs)
+    return isinstance(ours, int | float) and isinstance(theirs, int | float) and float(ours) == float(theirs)
