@@ -10,17 +10,16 @@ from pathlib import Path
 import pytest
 
 from hf_formats.config import parse_hf_config
-from recipes.common.recipe import load_recipe
+from recipes.common.recipe import ROOT, load_recipe
 from tests.mindspeed_llm.test_weight_plan import DEEPSEEK_V3
 from tests.mindspeed_llm.tiny import tiny_hf_config
+from tests.recipes.test_math_lighteval import MOONLIGHT
 from tests.tools.doctor_needs import needs_of
 from tools.doctor import ascend, host, links
 from tools.doctor.__main__ import examine
 from tools.doctor.finding import GIB, Finding, Options, Stack, load_table, needs_of_config
 from verl.trainer.config import load_config
 from vllm_ascend import versions
-
-CONFIG_DIR = load_recipe("r1_zero").config_dir
 
 
 def options(tmp_path: Path, ports: tuple[int, ...] = (), ifname: str | None = None) -> Options:
@@ -58,9 +57,16 @@ def test_command_prints_a_report_and_says_whether_a_run_would_start(tmp_path: Pa
     command = [sys.executable, "-m", "tools.doctor", "--output-dir", str(tmp_path), "--ports"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "Ready for a run" in done.stdout
+    assert "Ready for r1_zero_tiny." in done.stdout
     bad = subprocess.run([*command, "--socket-ifname", "eth77"], capture_output=True, text=True, timeout=60)
-    assert bad.returncode == 1 and "would not start" in bad.stdout
+    assert bad.returncode == 1 and "Not ready: r1_zero_tiny would not start here" in bad.stdout
+
+
+@pytest.mark.parametrize("name", ["r1_ascend_671b_256die", "deepseek_r1_671b_128gpu"])
+def test_a_job_of_671b_is_not_ready_on_a_machine_without_devices(tmp_path: Path, name: str) -> None:
+    findings = {finding.name: finding for finding in examine(Options(tmp_path, (), None, None, name))}
+    assert findings["devices"].is_fatal and "0 of" in findings["devices"].value
+    assert findings["host memory"].is_fatal and findings["disk"].is_fatal
 
 
 @pytest.fixture
@@ -151,21 +157,22 @@ def test_expansion_on_the_vector_cores_of_a_whole_job_is_refused() -> None:
 
 def test_the_table_has_what_the_big_configs_need() -> None:
     """Memory with a quarter on top, disk with all checkpoints at once: the figures of tested.toml, computed again."""
-    hf = parse_hf_config(tiny_hf_config(**DEEPSEEK_V3))
+    hf, moonlight = parse_hf_config(tiny_hf_config(**DEEPSEEK_V3)), parse_hf_config(MOONLIGHT)
     for row in load_table()[1]:
         if row.config.endswith("_tiny"):
             continue  # measured
-        config = load_config([], config_name=row.config, config_dir=CONFIG_DIR)
-        needs = needs_of(config, hf)
+        config = load_config([], config_name=row.config, config_dir=load_recipe(row.recipe).config_dir)
+        assert (row.device, row.num_devices) == (config.trainer.device, config.trainer.n_gpus_per_node)
+        needs = needs_of(config, moonlight if row.config.startswith("moonlight") else hf)
         assert row.memory_gib * 0.97 < needs.host_bytes * 1.25 / GIB <= row.memory_gib
         num_checkpoints = 2 if config.trainer.save_freq > 0 else int(config.trainer.save_last)
         checkpoints = num_checkpoints * needs.checkpoint_bytes
         assert (needs.input_bytes + checkpoints) / GIB <= row.disk_gib
 
 
-def test_every_config_of_the_recipe_has_a_row_and_others_are_refused() -> None:
-    for path in CONFIG_DIR.glob("*.yaml"):
-        assert needs_of_config(path.stem).memory_gib
+def test_every_recipes_configs_have_a_row_and_others_are_refused() -> None:
+    paths = (ROOT / "recipes").glob("*/config/*.yaml")
+    assert {(path.stem, path.parts[-3]) for path in paths} == {(row.config, row.recipe) for row in load_table()[1]}
     with pytest.raises(ValueError, match="r1_zero_tiny"):
         needs_of_config("nothing")
 

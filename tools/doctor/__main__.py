@@ -13,6 +13,7 @@ from rich.table import Table
 
 import tools.doctor
 from tools.doctor import ascend, host, links
+from tools.doctor.devices import devices
 from tools.doctor.finding import ROOT, Finding, Options, load_table, needs_of_config
 
 
@@ -40,7 +41,8 @@ def main() -> None:
     else:
         options = Options(args.output_dir, tuple(args.ports), args.master_addr, args.socket_ifname, args.config)
         has_problem = print_table(examine(options))
-        print("A run would not start: see the problems above." if has_problem else "Ready for a run.")
+        verdict = f"Not ready: {args.config} would not start here, see the problems above."
+        print(verdict if has_problem else f"Ready for {args.config}.")
     sys.exit(has_problem)
 
 
@@ -60,6 +62,7 @@ def examine(options: Options) -> list[Finding]:
         *host.python(),
         *host.packages(),
         *ascend.findings(),
+        devices(needs),
         *host.memory(needs),
         *host.disk(options.output_dir, needs),
         *host.allocator(),

@@ -18,22 +18,29 @@ DEVICES = Path("/dev")
 
 def findings() -> Iterator[Finding]:
     """Findings about the NPUs; a machine without dies has one line."""
-    dies = sorted(int(path.name[7:]) for path in DEVICES.glob("davinci[0-9]*"))
+    found = dies()
     torch_npu = version_of("torch-npu")
-    if not dies:
+    if not found:
         yield Finding("NPUs", "none: runs use the CPU")
         if torch_npu:
             yield Finding("torch_npu", torch_npu)
         return
-    yield Finding("NPUs", f"{len(dies)} dies")
+    yield Finding("NPUs", f"{len(found)} dies")
     yield _npu_smi()
     stack = next((stack for stack in load_table()[0] if stack.torch_npu == torch_npu), None)
     yield _torch_npu(torch_npu, stack)
     yield _driver(stack)
     yield _cann(stack)
-    yield links.die_links(dies)
+    yield links.die_links(found)
     yield links.hccl_ports()
     yield links.hccl_expansion(cann_version())
+    if apex := version_of("apex"):
+        yield Finding("apex", f"{apex}, not used: the sharded optimizer updates with torch's own fused AdamW")
+
+
+def dies() -> list[int]:
+    """The numbers of the dies that this machine shows."""
+    return sorted(int(path.name[7:]) for path in DEVICES.glob("davinci[0-9]*"))
 
 
 def _npu_smi() -> Finding:

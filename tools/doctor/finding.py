@@ -56,9 +56,15 @@ class Stack:
 
 @dataclass(frozen=True)
 class JobNeeds:
-    """The needs of one config: free memory on every node, free disk where the run writes."""
+    """The needs of one config: devices and free memory of every node, free disk where the run writes.
+
+    ``recipe`` is the folder of the config; ``device`` is npu, cuda, or any for a config that runs without one.
+    """
 
     config: str
+    recipe: str
+    device: str
+    num_devices: int
     memory_gib: int
     disk_gib: int
     evidence: str

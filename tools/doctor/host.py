@@ -41,12 +41,12 @@ def packages() -> Iterator[Finding]:
 def memory(needs: JobNeeds) -> Iterator[Finding]:
     yield Finding("cores", f"{os.cpu_count()} ({platform.machine()})")
     found = psutil.virtual_memory()
-    is_small = found.available < needs.memory_gib * GIB
-    yield Finding(
-        "host memory",
-        f"{found.available / GIB:.0f} of {found.total / GIB:.0f} GiB free",
-        f"{needs.config} wants {needs.memory_gib} GiB free on every node: end something else" if is_small else "",
-    )
+    value = f"{found.available / GIB:.0f} of {found.total / GIB:.0f} GiB free"
+    remedy, has_never = "", found.total < 0.9 * needs.memory_gib * GIB
+    if found.available < needs.memory_gib * GIB:
+        remedy = f"{needs.config} wants {needs.memory_gib} GiB free on every node: "
+        remedy += "take a node that has them" if has_never else "end something else"
+    yield Finding("host memory", value, remedy, is_fatal=has_never)
     shared = Path("/dev/shm")
     if shared.is_dir():
         free = shutil.disk_usage(shared).free
@@ -65,7 +65,7 @@ def disk(output_dir: Path, needs: JobNeeds) -> Iterator[Finding]:
     free = shutil.disk_usage(folder).free
     is_small = free < needs.disk_gib * GIB
     remedy = f"{needs.config} wants {needs.disk_gib} GiB: make room, or name another disk with OUTPUT_DIR"
-    yield Finding("disk", f"{free / GIB:.0f} GiB free at {folder}", remedy if is_small else "")
+    yield Finding("disk", f"{free / GIB:.0f} GiB free at {folder}", remedy if is_small else "", is_fatal=is_small)
 
 
 def allocator() -> Iterator[Finding]:
