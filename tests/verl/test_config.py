@@ -9,11 +9,13 @@ from dataclasses import FrozenInstanceError
 from pathlib import Path
 
 import pytest
+import torch
 from omegaconf import DictConfig, OmegaConf
 
 from verl.trainer.config import ConfigError, load_config, typed_config, validate_config
 from verl.trainer.config.load import to_yaml
 from verl.trainer.config.validate import config_warnings
+from verl.trainer.ppo.metric_utils import count_samples_above
 
 RUNNABLE = (
     "data.train_batch_size=16",
@@ -197,6 +199,28 @@ def test_warnings_for_cut_distributions_and_groups_of_one() -> None:
     config = load_config([*RUNNABLE, "actor_rollout_ref.rollout.top_p=0.9", "actor_rollout_ref.rollout.n=1"])
     text = "\n".join(config_warnings(config))
     assert "top_p 0.9" in text and "rollout.n is 1" in text
+
+
+def test_a_token_limit_below_the_longest_sequence_is_told_and_its_samples_are_counted() -> None:
+    """Update and reference with dynamic micro-batches of 40 tokens a rank, where a sequence may have 48 or more."""
+    models = "actor_rollout_ref"
+    lengths = ("data.max_prompt_length=16", "data.max_response_length=80")
+    dynamic = (f"{models}.actor.use_dynamic_bsz=True", f"{models}.ref.log_prob_use_dynamic_bsz=True")
+    limits = [f"{models}.{key}_max_token_len_per_gpu=40" for key in ("actor.ppo", "rollout.log_prob", "ref.log_prob")]
+    layout = (f"{models}.actor.megatron.context_parallel_size=2", f"{models}.actor.use_kl_loss=True")
+    config = load_config([*RUNNABLE, *lengths, *dynamic, *limits, *layout])
+    assert "tokens of" not in "\n".join(validate_config(config))
+    told = [warning for warning in config_warnings(config) if "micro-batch of its own" in warning]
+    assert len(told) == 2 and told[0].startswith(
+        f"{models}.actor.ppo_max_token_len_per_gpu 40 x context_parallel_size 2 is below the 96 tokens of the longest"
+    )
+    lengths_B = torch.tensor([3, 77, 80, 81, 96])  # a row is padded to four chunks, so 77 tokens take 80
+    assert count_samples_above(lengths_B, config.exceeded_token_limits, 2) == {
+        "training/samples_above_token_limit/update_actor": 2.0,
+        "training/samples_above_token_limit/ref": 2.0,
+    }
+    enough = load_config([*RUNNABLE, *lengths, *dynamic, f"{models}.actor.ppo_max_token_len_per_gpu=96"])
+    assert enough.exceeded_token_limits == []
 
 
 def test_config_modules_import_neither_torch_nor_ray() -> None:

@@ -39,6 +39,21 @@ class ActorRolloutRefConfig(Section):
 
 
 @dataclass(frozen=True)
+class TokenLimit:
+    """The packed tokens that a micro-batch of a training call may have.
+
+    Attributes:
+        key: the setting.
+        tokens: over all context-parallel ranks.
+        metric: the name under which a step counts the samples above it.
+    """
+
+    key: str
+    tokens: int
+    metric: str
+
+
+@dataclass(frozen=True)
 class PPOTrainerConfig(Section):
     """Everything about one run; workers receive this whole tree and never change it."""
 
@@ -106,6 +121,26 @@ class PPOTrainerConfig(Section):
         if self.actor_rollout_ref.rollout.enable_rollout_routing_replay:
             return "R3"
         return "R2" if self.needs_old_log_prob else "disabled"
+
+    @property
+    def exceeded_token_limits(self) -> list[TokenLimit]:
+        """The limits of micro-batches that are below the longest sequence, of the training calls that the run makes."""
+        models = self.actor_rollout_ref
+        actor, rollout, ref = models.actor, models.rollout, models.ref
+        limits = []
+        if actor.use_dynamic_bsz:
+            limits.append(("update_actor", "actor.ppo_max_token_len_per_gpu", actor.ppo_max_token_len_per_gpu))
+        if rollout.log_prob_use_dynamic_bsz and self.needs_old_log_prob:
+            name = "log_prob_max_token_len_per_gpu"
+            limits.append(("old_log_prob", f"rollout.{name}", rollout.log_prob_max_token_len_per_gpu))
+        if ref.log_prob_use_dynamic_bsz and self.use_reference_policy:
+            limits.append(("ref", "ref.log_prob_max_token_len_per_gpu", ref.log_prob_max_token_len_per_gpu))
+        cp = actor.megatron.context_parallel_size
+        return [
+            TokenLimit(f"actor_rollout_ref.{key}", tokens * cp, f"training/samples_above_token_limit/{call}")
+            for call, key, tokens in limits
+            if tokens * cp < rollout.context_length
+        ]
 
     @property
     def gen_batch_size(self) -> int:

@@ -84,6 +84,14 @@ def config_warnings(config: PPOTrainerConfig) -> list[str]:
             f"actor_rollout_ref.actor.loss_agg_mode is {models.actor.loss_agg_mode}: GSPO's objective is that of "
             "seq-mean-token-mean"
         )
+    cp, longest = models.actor.megatron.context_parallel_size, models.rollout.context_length
+    found += [
+        f"{limit.key} {limit.tokens // cp}"
+        + (f" x context_parallel_size {cp}" if cp > 1 else "")
+        + f" is below the {longest} tokens of the longest sequence: a longer one than that gets a micro-batch of its "
+        f"own, which needs more memory ({limit.metric} counts them)"
+        for limit in config.exceeded_token_limits
+    ]
     return found
 
 
@@ -224,13 +232,6 @@ def _batch_problems(config: PPOTrainerConfig) -> list[str]:
         found.append(
             f"{local} samples per rank and mini-batch (ppo_mini_batch_size x n / DP) are not a multiple of "
             f"ppo_micro_batch_size_per_gpu {micro}; nearest: {_nearest_divisor(local, micro)}"
-        )
-    longest, cp = models.rollout.context_length, actor.megatron.context_parallel_size
-    if actor.use_dynamic_bsz and actor.ppo_max_token_len_per_gpu * cp < longest:
-        found.append(
-            f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu {actor.ppo_max_token_len_per_gpu}"
-            + (f" x context_parallel_size {cp}" if cp > 1 else "")
-            + f" is below the {longest} tokens of one sequence"
         )
     return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from verl.protocol import DataProto
+from verl.trainer.config.config import TokenLimit
+from verl.utils.megatron.packed_batch import padded_lengths
 from verl.utils.timeline import Timeline, now_s
 
 
@@ -55,6 +57,12 @@ def compute_data_metrics(batch: DataProto) -> dict[str, float]:
         metrics |= _spread("critic/advantages", tensors["advantages"][mask])
         metrics |= _spread("critic/returns", tensors["returns"][mask])
     return metrics
+
+
+def count_samples_above(num_tokens_B: Tensor, limits: Sequence[TokenLimit], cp_size: int) -> dict[str, float]:
+    """Samples that get a micro-batch of their own in each training call, because they are longer than its limit."""
+    padded_B = padded_lengths(num_tokens_B, cp_size)
+    return {limit.metric: float((padded_B > limit.tokens).sum()) for limit in limits}
 
 
 def compute_rank_metrics(by_rank: Mapping[int, Mapping[str, float]]) -> dict[str, float]:

@@ -21,6 +21,7 @@ from verl.trainer.ppo.metric_utils import (
     compute_reward_metrics,
     compute_throughout_metrics,
     compute_timing_metrics,
+    count_samples_above,
     marked_timer,
 )
 from verl.trainer.ppo.observers import Step, StepObserver
@@ -258,6 +259,11 @@ class RayPPOTrainer:
                     observer.before_update(step)
                 with marked_timer("update_actor", timing):
                     report = workers.update_actor(worker_batch(batch, "advantages")).meta_info
+                metrics |= count_samples_above(
+                    batch.batch["num_tokens"],
+                    config.exceeded_token_limits,
+                    config.training_layout.context_parallel_size,
+                )
                 metrics |= report["metrics"] | compute_rank_metrics(report.get("by_rank", {}))
         metrics |= compute_data_metrics(batch) | compute_timing_metrics(batch, timing)
         return metrics | compute_throughout_metrics(batch, timing, config.num_devices)

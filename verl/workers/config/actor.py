@@ -85,7 +85,7 @@ class ActorConfig(Section):
             ``use_dynamic_bsz``.
         use_dynamic_bsz: fill micro-batches by tokens instead, up to ``ppo_max_token_len_per_gpu``.
         ppo_max_token_len_per_gpu: packed tokens of a micro-batch on each rank; with context parallelism a micro-batch
-            has CP times as many.
+            has CP times as many. A longer sample gets a micro-batch of its own.
         clip_ratio: distance from 1 at which the ratio of new to old probability is clipped.
         clip_ratio_low: that distance below 1; absent means ``clip_ratio``.
         clip_ratio_high: that distance above 1; absent means ``clip_ratio``. DAPO's clip-higher sets it alone.
@@ -198,7 +198,7 @@ class RefConfig(Section):
     Attributes:
         log_prob_micro_batch_size_per_gpu: samples of one forward pass on a rank.
         log_prob_use_dynamic_bsz: fill micro-batches by tokens instead.
-        log_prob_max_token_len_per_gpu: packed tokens of a micro-batch on each rank.
+        log_prob_max_token_len_per_gpu: packed tokens of a micro-batch on a rank; a longer sample has one of its own.
     """
 
     log_prob_micro_batch_size_per_gpu: int | None = None

@@ -80,7 +80,8 @@ class RolloutConfig(Section):
         enable_rollout_routing_replay: return the experts of every token, for router replay R3.
         log_prob_micro_batch_size_per_gpu: samples of one forward pass of the old log-probs on a rank.
         log_prob_use_dynamic_bsz: fill those micro-batches by tokens instead.
-        log_prob_max_token_len_per_gpu: packed tokens of such a micro-batch on each rank.
+        log_prob_max_token_len_per_gpu: packed tokens of such a micro-batch on each rank; a longer sample gets one
+            of its own.
         update_weights_bucket_megabytes: the most memory of a rank's buffers in one round of a weight sync, in MiB; two
             rounds exist at a time.
         calculate_log_probs: report the log-prob of every token that the rollout samples, which the gap metrics need.
