@@ -106,7 +106,7 @@ def test_evaluation_sets_have_names(monkeypatch: pytest.MonkeyPatch) -> None:
         ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=0", "tensor_model_parallel_size is 0"),
         ("actor_rollout_ref.actor.megatron.num_layer_list=[a,b]", "are not a list of whole numbers"),
         ("trainer.nnodes=0", "trainer.nnodes is 0; it must be at least 1"),
-        ("trainer.logger=[wandb]", "expected console, tensorboard or file"),
+        ("trainer.logger=[wandb,vemlp_wandb]", "expected names out of console, tensorboard, file, wandb, mlflow"),
         ("data.train_max_samples=0", "train_max_samples is 0"),
         ("data.val_batch_size=0", "val_batch_size is 0; it must be at least 1"),
         ("algorithm.kl_penalty=k9", "kl_penalty is 'k9'; expected one of kl"),

@@ -21,8 +21,9 @@ from verl.trainer.ppo.metric_utils import (
     process_validation_metrics,
 )
 from verl.trainer.ppo.schedules.generation import sampling_seeds
+from verl.utils.metrics_file import console_line
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
-from verl.utils.tracking import Tracking, console_line
+from verl.utils.tracking import Tracking
 
 
 def _steps(root: Path) -> list[tuple[int, float]]:
@@ -33,16 +34,16 @@ def _steps(root: Path) -> list[tuple[int, float]]:
 def test_a_resumed_run_has_every_step_exactly_once(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    first = Tracking(str(tmp_path), ["tensorboard"], first_step=0)
+    first = Tracking("digits", "run", ["tensorboard"], directory=str(tmp_path), first_step=0)
     for step in range(6):
         first.log({"critic/score/mean": 0.1 * step}, step)
-    first.close()
+    first.finish()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "critic/sc')  # killed while writing
-    again = Tracking(str(tmp_path), ["tensorboard"], first_step=4)
+    again = Tracking("digits", "run", ["tensorboard"], directory=str(tmp_path), first_step=4)
     for step in range(4, 8):
         again.log({"critic/score/mean": 1.0 * step}, step)
-    again.close()
+    again.finish()
     assert _steps(tmp_path) == [(s, pytest.approx(0.1 * s)) for s in range(4)] + [(s, 1.0 * s) for s in range(4, 8)]
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
@@ -53,9 +54,9 @@ def test_a_resumed_run_has_every_step_exactly_once(tmp_path: Path) -> None:
 
 def test_a_fresh_start_leaves_nothing_of_an_older_run(tmp_path: Path) -> None:
     for _ in range(2):
-        tracking = Tracking(str(tmp_path), [], first_step=0)
+        tracking = Tracking("digits", "run", [], directory=str(tmp_path), first_step=0)
         tracking.log({"critic/score/mean": 1.0}, 0)
-        tracking.close()
+        tracking.finish()
     assert _steps(tmp_path) == [(0, 1.0)]
 
 

@@ -22,6 +22,7 @@ from verl.utils.reward_score import code_answers
 from verl.utils.reward_score.default import CODE_SOURCES, has_default
 from verl.utils.reward_score.functions import DEFAULT_FUNCTION, RewardFunctionSpec, function_of, load_reward_function
 from verl.utils.reward_score.sandbox import missing_protection
+from verl.utils.trackers import missing_packages
 from verl.workers.engine_setup import engine_problems, trained_model
 from vllm.transformers_utils.config import load_config as load_rollout_config
 
@@ -35,6 +36,7 @@ def preflight_problems(config: PPOTrainerConfig) -> list[str]:
         *_filter_problems(config),
         *_record_problems(config),
         *_output_problems(config),
+        *missing_packages(config.trainer.logger),
     ]
 
 

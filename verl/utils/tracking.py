@@ -1,103 +1,207 @@
-"""Writes the metrics of a run: one console line a step, metrics.jsonl, TensorBoard."""
+"""Send the metrics of a run to the trackers that ``trainer.logger`` names."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-# (metric, format) of the console line; the other metrics are only in the files.
-_CONSOLE = (
-    ("val/score", "val {:.3f}"),
-    ("critic/score/mean", "score {:.3f}"),
-    ("reward/format", "format {:.2f}"),
-    ("reward/accuracy", "accuracy {:.2f}"),
-    ("response_length/mean", "len {:.1f}"),
-    ("actor/entropy", "entropy {:.3f}"),
-    ("actor/kl_loss", "kl {:.2e}"),
-    ("actor/grad_norm", "grad {:.3f}"),
-    ("training/rollout_probs_diff_max", "probs_diff_max {:.1e}"),
-    ("perf/throughput", "{:.0f} tok/s/device"),
-    ("perf/cpu_memory_used_gb", "host {:.2f} GB"),
-    ("perf/max_memory_allocated_gb", "device {:.2f} GB"),
-)
-_PHASES = (
-    "gen",
-    "update_weights",
-    "reward",
-    "old_log_prob",
-    "ref",
-    "update_actor",
-    "save_checkpoint",
-    "testing",
-    "step",
-)
+from verl.utils.metrics_file import MetricsFile, console_line
+from verl.utils.trackers import TRACKERS, clearml_run, mlflow_run, swanlab_run, trackio_run, wandb_run
+from verl.utils.trackers.clearml_run import ClearMLLogger
+
+__all__ = ["ClearMLLogger", "FileLogger", "Tracking", "ValidationGenerationsLogger"]
+
+logger = logging.getLogger(__name__)
+
+_STATE = "trackers.json"  # name of the tracker -> its run, and the last step that it has
 
 
 class Tracking:
-    """Writes metrics under verl's names.
+    """Writes metrics to each of some backends.
 
     Args:
-        directory: gets ``metrics.jsonl`` (one object a step, in order, each step once) and ``tensorboard/``.
-        backends: some of console, tensorboard and file; metrics.jsonl is always written.
-        first_step: the step after the checkpoint that is resumed; entries of it and later are removed from the files,
-            because those steps will be run again.
+        default_backend: name or names out of ``supported_backend``.
+        config: of the whole run; the trackers show it.
+        directory: the folder of a run. It gets ``metrics.jsonl``, whatever the backends, ``tensorboard/``, and
+            ``trackers.json`` with the trackers' runs, which a resumed run continues. Without it ``file`` and
+            ``tensorboard`` write where their variables say (``FileLogger``, TENSORBOARD_DIR).
+        first_step: the step after the checkpoint that is resumed; metrics.jsonl and TensorBoard lose it and later ones,
+            because those steps will be run again. Trackers cannot forget: they keep the first values of such steps.
+
+    Attributes:
+        logger: the backends by name.
     """
 
-    def __init__(self, directory: str, backends: Sequence[str], first_step: int) -> None:
-        self._path = Path(directory) / "metrics.jsonl"
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._is_on_console = "console" in backends
-        cut_back(self._path, first_step)
-        self._file = self._path.open("a", encoding="utf-8")
-        self._writer: Any = None
-        if "tensorboard" in backends:
-            from torch.utils.tensorboard import SummaryWriter
+    supported_backend: ClassVar = [*TRACKERS, "tensorboard", "console", "file"]
 
-            self._writer = SummaryWriter(str(Path(directory) / "tensorboard"), purge_step=first_step)
+    def __init__(
+        self,
+        project_name: str,
+        experiment_name: str,
+        default_backend: str | list[str] = "console",
+        config: Mapping[str, Any] | None = None,
+        *,
+        directory: str | None = None,
+        first_step: int = 0,
+    ) -> None:
+        names = [default_backend] if isinstance(default_backend, str) else list(default_backend)
+        for name in names:
+            if name not in self.supported_backend:
+                raise ValueError(f"logger {name!r} is not known; expected {', '.join(self.supported_backend)}")
+        self.logger: dict[str, Any] = {}
+        self._state_file = None if directory is None else Path(directory) / _STATE
+        self._runs: dict[str, dict[str, Any]] = self._continued_runs() if first_step else {}
+        self._generations = ValidationGenerationsLogger(project_name, experiment_name)
+        self._failed: set[str] = set()
+        for name in names:
+            if name in TRACKERS:
+                run_id = self._runs.get(name, {}).get("run_id")
+                tracker = TRACKERS[name].load()(
+                    project_name, experiment_name, config, directory=directory, run_id=run_id
+                )
+                self.logger[name] = tracker
+                self._runs.setdefault(name, {"last_step": -1})["run_id"] = tracker.run_id
+            elif name == "tensorboard":
+                self.logger[name] = _TensorBoard(project_name, experiment_name, directory, first_step)
+            elif name == "console":
+                self.logger[name] = _Console()
+            elif directory is None:
+                self.logger[name] = FileLogger(project_name, experiment_name)
+        if directory is not None:
+            self.logger["file"] = MetricsFile(directory, first_step)
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Writes the metrics of one step; they are on disk when this returns."""
-        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+    def log(self, data: Mapping[str, Any], step: int, backend: Sequence[str] | None = None) -> None:
+        """Writes the metrics of one step, to all backends or to those that ``backend`` names."""
+        for name, writer in self.logger.items():
+            if (backend is not None and name not in backend) or not self._takes(name, step):
+                continue
+            try:
+                writer.log(data, step)
+            except Exception as error:  # a process edge: a server that is away must not end the run
+                self._report(name, error)
+        for name in self._runs.keys() & self.logger.keys():
+            self._runs[name]["last_step"] = max(step, self._runs[name]["last_step"])
+        self._write_state()
+
+    def log_generations(self, samples: Sequence[Sequence[Any]], step: int) -> None:
+        """Shows samples of a validation, each (input, output, score), in the trackers; before the step's metrics."""
+        for name in TRACKERS.keys() & self.logger.keys():
+            if self._takes(name, step):
+                try:
+                    self._generations.log([name], samples, step)
+                except Exception as error:  # as above
+                    self._report(name, error)
+
+    def finish(self, *, is_done: bool = True) -> None:
+        """Ends the trackers' runs, as failed ones unless ``is_done``; a second call does nothing."""
+        writers, self.logger = self.logger, {}
+        for name, writer in writers.items():
+            try:
+                writer.finish(is_done=is_done)
+            except Exception as error:  # as above
+                self._report(name, error)
+
+    def _takes(self, name: str, step: int) -> bool:
+        """False for a step that the tracker has from before a resume."""
+        return name not in self._runs or step > self._runs[name]["last_step"]
+
+    def _report(self, name: str, error: Exception) -> None:
+        """Raises the errors of the run's own files, and reports the first of each tracker."""
+        if name not in TRACKERS:
+            raise error
+        if name not in self._failed:
+            logger.warning("%s: %s: %s; metrics.jsonl still has everything", name, type(error).__name__, error)
+        self._failed.add(name)
+
+    def _continued_runs(self) -> dict[str, dict[str, Any]]:
+        if self._state_file is None or not self._state_file.is_file():
+            return {}
+        runs: dict[str, dict[str, Any]] = json.loads(self._state_file.read_text())
+        return runs
+
+    def _write_state(self) -> None:
+        if self._state_file is not None and self._runs:
+            temporary = self._state_file.with_suffix(".tmp")
+            temporary.write_text(json.dumps(self._runs))
+            os.replace(temporary, self._state_file)
+
+
+class FileLogger:
+    """A line ``{"step": ..., "data": {...}}`` per step, in the file VERL_FILE_LOGGER_PATH.
+
+    Without that variable it is ``PROJECT/EXPERIMENT.jsonl`` in VERL_FILE_LOGGER_ROOT, or else in this folder.
+    """
+
+    def __init__(self, project_name: str, experiment_name: str) -> None:
+        root = Path(os.environ.get("VERL_FILE_LOGGER_ROOT") or ".")
+        path = Path(os.environ.get("VERL_FILE_LOGGER_PATH") or root / project_name / f"{experiment_name}.jsonl")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("w", encoding="utf-8")
+
+    def log(self, data: Mapping[str, Any], step: int) -> None:
+        self._file.write(json.dumps({"step": step, "data": dict(data)}) + "\n")
         self._file.flush()
-        os.fsync(self._file.fileno())
-        if self._writer is not None:
-            for name, value in metrics.items():
-                self._writer.add_scalar(name, value, step)
-            self._writer.flush()
-        if self._is_on_console:
-            print(console_line(metrics, step), flush=True)
 
-    def close(self) -> None:
+    def finish(self, *, is_done: bool = True) -> None:
         self._file.close()
-        if self._writer is not None:
-            self._writer.close()
 
 
-def console_line(metrics: Mapping[str, float], step: int) -> str:
-    parts = [f"step {step}"] + [text.format(metrics[name]) for name, text in _CONSOLE if name in metrics]
-    phases = [f"{phase} {metrics[f'timing_s/{phase}']:.1f}" for phase in _PHASES if f"timing_s/{phase}" in metrics]
-    return " | ".join(parts + ([f"s: {' '.join(phases)}"] if phases else []))
+class _Console:
+    def log(self, data: Mapping[str, float], step: int) -> None:
+        print(console_line(data, step), flush=True)
+
+    def finish(self, *, is_done: bool = True) -> None:
+        """Nothing is open."""
 
 
-def cut_back(path: Path, first_step: int) -> None:
-    """Removes the lines of ``first_step`` and later and a half-written last line from ``path``; atomic."""
-    if not path.is_file():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            break  # a crash in the middle of a line: it is the last one
-        if record["step"] >= first_step:
-            break
-        kept.append(line + "\n")
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("w", encoding="utf-8") as out:
-        out.writelines(kept)
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(temporary, path)
+class _TensorBoard:
+    """Writes to ``directory/tensorboard``, else to TENSORBOARD_DIR or ``tensorboard_log/PROJECT/EXPERIMENT``."""
+
+    def __init__(self, project_name: str, experiment_name: str, directory: str | None, first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        path = os.environ.get("TENSORBOARD_DIR") or f"tensorboard_log/{project_name}/{experiment_name}"
+        path = path if directory is None else str(Path(directory) / "tensorboard")
+        self._writer: Any = SummaryWriter(path, purge_step=first_step)
+
+    def log(self, data: Mapping[str, float], step: int) -> None:
+        for name, value in data.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def finish(self, *, is_done: bool = True) -> None:
+        self._writer.close()
+
+
+@dataclass
+class ValidationGenerationsLogger:
+    """Shows samples of a validation in the trackers' current runs; a sample is (input, output, score)."""
+
+    project_name: str | None = None
+    experiment_name: str | None = None
+
+    def log(self, loggers: Sequence[str], samples: Sequence[Sequence[Any]], step: int) -> None:
+        """Shows ``samples`` in each of ``loggers`` that has a place for texts."""
+        for name in loggers:
+            if name in TRACKERS:
+                getattr(self, f"log_generations_to_{name}")(samples, step)
+
+    def log_generations_to_wandb(self, samples: Sequence[Sequence[Any]], step: int) -> None:
+        wandb_run.log_generations(samples, step)
+
+    def log_generations_to_mlflow(self, samples: Sequence[Sequence[Any]], step: int) -> None:
+        mlflow_run.log_generations(samples, step)
+
+    def log_generations_to_swanlab(self, samples: Sequence[Sequence[Any]], step: int) -> None:
+        swanlab_run.log_generations(samples, step)
+
+    def log_generations_to_trackio(self, samples: Sequence[Sequence[Any]], step: int) -> None:
+        trackio_run.log_generations(samples, step)
+
+    def log_generations_to_clearml(self, samples: Sequence[Sequence[Any]], step: int) -> None:
+        clearml_run.log_generations(samples, step)

@@ -38,6 +38,7 @@ _PATH_KEYS = (
     "trainer.resume_from_path",
 )
 _EXTERNAL_LIB = "actor_rollout_ref.model.external_lib"
+_LOGGER = "trainer.logger"
 _ACTOR, _REF = "actor_rollout_ref.actor.megatron.", "actor_rollout_ref.ref.megatron."
 _ROUTER_REPLAY = "actor_rollout_ref.actor.router_replay.mode"
 # Keys of the engine that the reference has and cannot use.
@@ -107,6 +108,8 @@ def resolve_config(composed: DictConfig) -> tuple[PPOTrainerConfig, list[Without
     for found in (translate_upstream_keys(raw), take_fixed_keys(raw), compare_model_keys(of_model, _model_path(raw))):
         taken, problems = taken + found[0], problems + found[1]
     leaves = _given(dict(_leaves(raw, known, problems)), taken)
+    if isinstance(leaves.get(_LOGGER), str):
+        leaves[_LOGGER] = [leaves[_LOGGER]]
     # ref.megatron is the actor's with the given keys replaced.
     inherited = {_REF + key.removeprefix(_ACTOR): value for key, value in leaves.items() if key.startswith(_ACTOR)}
     schema = OmegaConf.structured(PPOTrainerConfig)

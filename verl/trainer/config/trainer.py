@@ -8,7 +8,7 @@ from typing import ClassVar
 from verl.trainer.config.schedule import SCHEDULES
 from verl.workers.config.values import Section, Values, at_least, one_of
 
-_LOGGERS = ("console", "tensorboard", "file")
+_LOGGERS = ("console", "tensorboard", "file", "wandb", "mlflow", "swanlab", "trackio", "clearml")
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,9 @@ class TrainerConfig(Section):
             and slower.
         total_epochs: passes over the training rows, in steps of ``data.train_batch_size`` prompts.
         total_training_steps: number of steps; absent means that ``total_epochs`` decides.
-        logger: where metrics go besides ``metrics.jsonl``: ``console``, ``tensorboard``, or ``file`` for nowhere else.
+        logger: where metrics go besides ``metrics.jsonl``, one name or a list: ``console``, ``tensorboard``, a tracker
+            (``wandb``, ``mlflow``, ``swanlab``, ``trackio``, ``clearml``, whose package must be installed), or ``file``
+            for nowhere else.
         save_freq: steps between checkpoints.
         test_freq: steps between validations.
         save_last: save the last step whatever ``save_freq`` is.
@@ -42,7 +44,7 @@ class TrainerConfig(Section):
         max_actor_ckpt_to_keep: number of newest checkpoints that are kept; absent means all.
         keep_every_steps: also keep the checkpoint of every step that is a multiple of this; 0 means none.
         log_val_generations: number of problems of each evaluation set whose transcripts are written to
-            ``val_generations/``; 0 means none.
+            ``val_generations/`` and shown in the trackers; 0 means none.
         balance_batch: assign rows to the data-parallel ranks by length; with False they are assigned in order.
         worker_timeout_s: seconds that the controller waits for an answer of a worker; absent means for ever.
         start_timeout_s: seconds that the start or restart of the workers waits for free devices, and then for
@@ -66,7 +68,7 @@ class TrainerConfig(Section):
         **dict.fromkeys(("nnodes", "n_gpus_per_node", "max_actor_ckpt_to_keep", "log_samples_rows"), at_least(1)),
         "schedule": one_of(*SCHEDULES),
         "device": one_of("auto", "cpu", "cuda", "npu"),
-        "logger": Values("expected console, tensorboard or file", lambda names: set(names) <= set(_LOGGERS)),
+        "logger": Values(f"expected names out of {', '.join(_LOGGERS)}", lambda names: set(names) <= set(_LOGGERS)),
         **dict.fromkeys(
             ("save_freq", "test_freq", "timeline_freq", "log_samples_freq"),
             Values("use -1 for never", lambda value: value != 0),

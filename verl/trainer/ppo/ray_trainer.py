@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -143,7 +144,12 @@ class RayPPOTrainer:
             self.kl_ctrl,
         )
         self.validator = Validator(
-            self.config, self.val_datasets, self.source.generate, self.reward_fn, self.reward_ledger
+            self.config,
+            self.val_datasets,
+            self.source.generate,
+            self.reward_fn,
+            self.reward_ledger,
+            self._show_generations,
         )
         self.timeline = StepTimeline(trainer.report_dir, trainer.timeline_freq, self._groups())
         self.observers = self._make_observers()
@@ -192,7 +198,14 @@ class RayPPOTrainer:
         trainer = self.config.trainer
         self.global_step = self.checkpoints.load()
         first_logged_step = self.global_step + 1 if self.global_step else 0
-        self.tracking = Tracking(trainer.report_dir, trainer.logger, first_step=first_logged_step)
+        self.tracking = Tracking(
+            trainer.project_name,
+            trainer.experiment_name,
+            trainer.logger,
+            asdict(self.config),
+            directory=trainer.report_dir,
+            first_step=first_logged_step,
+        )
         for observer in self.observers:
             observer.cut_back(first_logged_step)
         if self.global_step == 0 and trainer.tests_first:
@@ -212,7 +225,7 @@ class RayPPOTrainer:
             for observer in self.observers:
                 observer.after_step(self.global_step)
         self.checkpoints.publish(waits=True)
-        self.tracking.close()
+        self.tracking.finish()
         if trainer.export_hf and not trainer.rollout_only:
             path = str(Path(trainer.report_dir) / "export_hf")
             self.workers.export_hf(path)
@@ -223,7 +236,11 @@ class RayPPOTrainer:
         for group in self._groups():
             group.shutdown()
         if self.tracking is not None:
-            self.tracking.close()
+            self.tracking.finish(is_done=False)
+
+    def _show_generations(self, samples: Sequence[Sequence[Any]], step: int) -> None:
+        if self.tracking is not None:
+            self.tracking.log_generations(samples, step)
 
     def _groups(self) -> list[Any]:
         """The worker groups that have been started, in the order of their ranks."""

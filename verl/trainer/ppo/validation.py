@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ class Validator:
     Attributes:
         datasets: name of the set ("" for a set without a name) -> its problems.
         generate: (step, prompts) -> responses by the weights after that step.
+        show: gets the transcripts, each (prompt, response, score), and the step.
     """
 
     config: PPOTrainerConfig
@@ -36,6 +38,7 @@ class Validator:
     generate: Callable[[int, DataProto], DataProto]
     reward_fn: NaiveRewardManager
     ledger: RewardLedger
+    show: Callable[[Sequence[Sequence[Any]], int], None]
 
     def run(self, step: int, timing: dict[str, float]) -> dict[str, float]:
         """Mean scores over the problems of all sets and of each set that has a name.
@@ -81,8 +84,8 @@ class Validator:
         prompts = [text for batch in outputs for text in batch.non_tensor_batch["prompt_text"]]
         truths = [str(m["ground_truth"]) for batch in outputs for m in batch.non_tensor_batch["reward_model"]]
         sets = [name for batch in outputs for name in batch.non_tensor_batch["val_set"]]
-        lines = []
-        for row in _first_of_each(sets, limit):
+        lines, rows = [], _first_of_each(sets, limit)
+        for row in rows:
             record = {
                 "step": step,
                 **({"set": sets[row]} if sets[row] else {}),
@@ -95,6 +98,7 @@ class Validator:
         directory = Path(self.config.trainer.report_dir) / "val_generations"
         directory.mkdir(parents=True, exist_ok=True)
         write_text(directory / f"step_{step}.jsonl", "\n".join(lines) + "\n")
+        self.show([(prompts[row], responses[row], float(parts["score"][row])) for row in rows], step)
 
 
 def _first_of_each(names: list[str], limit: int) -> list[int]:
