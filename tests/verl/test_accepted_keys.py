@@ -159,7 +159,6 @@ def test_every_key_that_has_another_place_arrives_there() -> None:
     moved = load_config([f"+{OVERRIDE}.swap_optimizer=True", "actor_rollout_ref.ref.load_weight=False"])
     assert moved.actor_rollout_ref.actor.megatron.swap_optimizer
     assert moved.actor_rollout_ref.actor.load_weight and not moved.actor_rollout_ref.ref.megatron.load_weight
-    assert load_config(["rollout.total_epochs=7"]).trainer.total_epochs == 7
     assert set(MOVED_KEYS.values()) <= known_keys().keys()
     for key, values in REPLACED_VALUES.items():
         for value, (_, reason) in values.items():
@@ -178,6 +177,9 @@ def test_the_lengths_of_fully_async_scripts_become_steps() -> None:
     assert config.data.train_batch_size == 32
     assert config.trainer.total_training_steps == 204800 // 32
     assert config.trainer.test_freq == 20 * 4
+    both = _taken(schedule, "rollout.total_epochs=3", "trainer.total_epochs=5")
+    assert both == {"trainer.total_epochs": "rollout.total_epochs is given, and decides"}
+    assert load_config([schedule, "rollout.total_epochs=3", "trainer.total_epochs=5"]).trainer.total_epochs == 3
     assert config.algorithm.rollout_correction.bypass_mode
     proximal = load_config([schedule, *given, "async_training.compute_prox_log_prob=True"])
     assert proximal.actor_rollout_ref.actor.recompute_old_log_prob == "True"

@@ -181,7 +181,9 @@ def test_layout_is_checked_against_the_models_dimensions(tmp_path: Path) -> None
     assert "3 layers do not divide over pipeline_model_parallel_size 2" in text
     assert "6 experts do not divide over expert_model_parallel_size 4" in text
     assert "4 attention heads do not divide over rollout.tensor_model_parallel_size 8" in text
-    assert "6 experts do not divide over the 8 rollout ranks" in text
+    assert not config.actor_rollout_ref.rollout.enable_expert_parallel  # not given, and 6 experts over 8 ranks
+    given = [f"actor_rollout_ref.model.path={tmp_path}", "actor_rollout_ref.rollout.enable_expert_parallel=True"]
+    assert "6 experts do not divide over the 8 rollout ranks" in "\n".join(validate_config(load_config(given)))
     assert "max_position_embeddings 64" in text
 
 

@@ -23,6 +23,7 @@ from verl.workers.config import OverlongBufferConfig
 from verl.workers.reward_manager.naive import Scores
 
 KEY = "algorithm.filter_groups"
+CFG = "+reward_model.reward_kwargs.overlong_buffer_cfg"
 WIDTH = 4
 BUILT_IN = "verl.trainer.ppo.filter_groups.check_reward_nonzero_std"
 
@@ -113,16 +114,29 @@ def test_too_many_generations_are_an_error_that_says_what_to_do() -> None:
         ([f"{KEY}={{enable:True,metric:score}}", "actor_rollout_ref.rollout.n=1"], "rollout.n is 1: the samples"),
         (["data.gen_batch_size=0"], "data.gen_batch_size is 0; it must be at least 1"),
         (["data.gen_batch_size=64"], "which only algorithm.filter_groups.enable=True "),
-        (
-            [f"{KEY}={{enable:True,metric:score}}", "actor_rollout_ref.rollout.n=2", "data.gen_batch_size=9"],
-            "data.gen_batch_size 9 x rollout.n 2 = 18 samples do not divide over the 8 rollout replicas",
-        ),
         (["reward_model.overlong_buffer.enable=True"], "overlong_buffer.len is 0; expected 1 to data.max_response"),
         (["reward_model.overlong_buffer={enable:True,len:8,penalty_factor:-1}"], "penalty_factor is -1"),
+        ([f"{CFG}={{enable:True,len:0}}"], "reward_kwargs.overlong_buffer_cfg.len is 0; expected 1 to data.max_resp"),
+        ([f"{CFG}={{enable:True,length:8}}"], "expected a section with enable, len, penalty_factor, log"),
+        ([f"{CFG}={{enable:1,len:8}}"], "overlong_buffer_cfg.enable is 1; expected"),
+        (["+reward_model.reward_kwargs.max_resp_len=9"], "max_resp_len is 9, but data.max_response_length is 512"),
+        (["+reward_model.reward_kwargs.max_len=9"], "reward_kwargs.max_len is not known here"),
+        (
+            [f"{CFG}={{enable:True,len:8}}", "reward_model.overlong_buffer={enable:True,len:9}"],
+            "overlong_buffer_cfg and reward_model.overlong_buffer are both given",
+        ),
     ],
 )
 def test_what_cannot_work_is_told(overrides: list[str], told: str) -> None:
     assert told in "\n".join(validate_config(load_config(overrides)))
+
+
+def test_upstreams_place_of_the_overlong_buffer_counts() -> None:
+    given = [f"{CFG}={{enable:True,len:8,penalty_factor:0.5,log:False}}", "reward_model.reward_manager=dapo"]
+    config = load_config([*given, "+reward_model.reward_kwargs.max_resp_len=512"])
+    assert not any("reward_model" in problem for problem in validate_config(config))
+    assert config.reward_model.overlong == OverlongBufferConfig(enable=True, len=8, penalty_factor=0.5)
+    assert load_config().reward_model.overlong == OverlongBufferConfig()
 
 
 def test_overlong_penalty_is_the_papers() -> None:

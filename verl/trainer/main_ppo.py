@@ -1,13 +1,13 @@
-"""The driver: ``python -m verl.trainer.main_ppo [--config-dir DIR] [--config-name NAME] key=value ...``."""
+"""The driver: ``python -m verl.trainer.main_ppo [--config-path DIR] [--config-name NAME] key=value ...``."""
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
 
+from verl.trainer.command_line import read_command_line
 from verl.trainer.config import (
     ConfigError,
     PPOTrainerConfig,
@@ -17,6 +17,7 @@ from verl.trainer.config import (
     validate_config,
     without_effect_block,
 )
+from verl.trainer.config.load import to_yaml
 from verl.utils.rank_log import FORMAT
 
 logger = logging.getLogger("verl.trainer.main_ppo")
@@ -27,14 +28,17 @@ EXIT_WORKER_DIED = 3
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Checks everything, then trains. Returns 0 when done, 2 for bad input (nothing started), 3 when workers failed."""
-    args = _parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format=FORMAT)
     try:
+        args = read_command_line(argv)
         composed = compose_config(args.overrides, config_name=args.config_name, config_dir=args.config_dir)
         config, unused = resolve_config(composed)
+        if args.shows_config:
+            print(to_yaml(config), end="")
+            return 0
         _raise_problems(validate_config(config))
-        if unused:
-            logger.info(without_effect_block(unused))
+        if block := without_effect_block([*args.unused, *unused]):
+            logger.info(block)
         if args.check == "config":
             return 0
         from verl.trainer.preflight import preflight_problems
@@ -106,20 +110,6 @@ def _init_ray(config: PPOTrainerConfig) -> None:
 def _raise_problems(problems: list[str]) -> None:
     if problems:
         raise ConfigError(problems)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m verl.trainer.main_ppo", description=__doc__)
-    parser.add_argument("--config-name", default="ppo_megatron_trainer", help="YAML file without its ending")
-    parser.add_argument("--config-dir", default=None, help="directory of the YAML file; default: verl/trainer/config")
-    parser.add_argument(
-        "--check",
-        choices=("config", "all"),
-        default=None,
-        help="only check the config, or config and files; start nothing",
-    )
-    parser.add_argument("overrides", nargs="*", help="key=value, with verl's key names")
-    return parser
 
 
 if __name__ == "__main__":

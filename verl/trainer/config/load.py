@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl.trainer.config.config import PPOTrainerConfig
 from verl.trainer.config.data import TAKES_NAMES
 from verl.trainer.config.fixed_keys import FIXED_KEYS, GIVEN_EMPTY, WithoutEffect, take_fixed_keys
-from verl.trainer.config.model_keys import compare_model_keys, take_model_keys
+from verl.trainer.config.model_keys import compare_model_keys, config_json, take_model_keys
 from verl.trainer.config.upstream_keys import ASYNC_KEYS, MOVED_KEYS, list_of_names, translate_upstream_keys, value_at
 
 CONFIG_DIR = Path(__file__).resolve().parent
@@ -37,13 +37,14 @@ _PATH_KEYS = (
     "trainer.report_dir",
     "trainer.resume_from_path",
 )
+_EXPERT_PARALLEL = "actor_rollout_ref.rollout.enable_expert_parallel"
 _EXTERNAL_LIB = "actor_rollout_ref.model.external_lib"
-_LOGGER = "trainer.logger"
 _ACTOR, _REF = "actor_rollout_ref.actor.megatron.", "actor_rollout_ref.ref.megatron."
 _ROUTER_REPLAY = "actor_rollout_ref.actor.router_replay.mode"
 # Keys of the engine that the reference has and cannot use.
 _OF_TRAINING = ("grad_offload", "optimizer_offload", "swap_optimizer", "override_ddp_config")
 _NO_TRAINING = "the reference is not trained"
+_SEARCH_PATH = "hydra.searchpath="
 _NEAR = 0.6  # likeness of keys, 1 for equal ones, from which one may be a slip for the other
 _TELLING = 5  # letters of a last part that names a key whatever stands before it
 
@@ -80,12 +81,14 @@ def compose_config(
     if not (directory / f"{config_name}.yaml").is_file():
         known = sorted(path.stem for path in directory.glob("*.yaml"))
         raise ConfigError([f"no config {config_name!r} in {directory}; there are {', '.join(known) or 'none'}"])
-    search_path = f"hydra.searchpath=[file://{CONFIG_DIR}]"
     try:
-        forced = [_force(override) for override in overrides]
+        search_path = [f"file://{CONFIG_DIR}"]
+        for given in (override for override in overrides if override.startswith(_SEARCH_PATH)):
+            search_path += OverridesParser.create().parse_override(given).value()  # type: ignore[arg-type, operator]
+        forced = [_force(override) for override in overrides if not override.startswith(_SEARCH_PATH)]
         GlobalHydra.instance().clear()
         with initialize_config_dir(version_base=None, config_dir=str(directory)):
-            return compose(config_name=config_name, overrides=[search_path, *forced])
+            return compose(config_name=config_name, overrides=[f"{_SEARCH_PATH}[{','.join(search_path)}]", *forced])
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError([str(error).strip().replace("\n", " ")]) from error
 
@@ -108,8 +111,6 @@ def resolve_config(composed: DictConfig) -> tuple[PPOTrainerConfig, list[Without
     for found in (translate_upstream_keys(raw), take_fixed_keys(raw), compare_model_keys(of_model, _model_path(raw))):
         taken, problems = taken + found[0], problems + found[1]
     leaves = _given(dict(_leaves(raw, known, problems)), taken)
-    if isinstance(leaves.get(_LOGGER), str):
-        leaves[_LOGGER] = [leaves[_LOGGER]]
     # ref.megatron is the actor's with the given keys replaced.
     inherited = {_REF + key.removeprefix(_ACTOR): value for key, value in leaves.items() if key.startswith(_ACTOR)}
     schema = OmegaConf.structured(PPOTrainerConfig)
@@ -126,11 +127,30 @@ def resolve_config(composed: DictConfig) -> tuple[PPOTrainerConfig, list[Without
     OmegaConf.update(schema, _EXTERNAL_LIB, _absolute_files(OmegaConf.select(schema, _EXTERNAL_LIB)))
     config = OmegaConf.to_object(schema)
     assert isinstance(config, PPOTrainerConfig)
+    experts = config_json(config.actor_rollout_ref.model.path)
+    if experts is not None and not _can_split_experts(config, experts.get("n_routed_experts") or 0):
+        has_none = not experts.get("n_routed_experts")
+        if leaves.get(_EXPERT_PARALLEL) and has_none:
+            taken.append(WithoutEffect(_EXPERT_PARALLEL, True, "the model has no experts"))
+        if has_none or _EXPERT_PARALLEL not in leaves:
+            OmegaConf.update(schema, _EXPERT_PARALLEL, False)
+            config = OmegaConf.to_object(schema)
+            assert isinstance(config, PPOTrainerConfig)
     if config.actor_rollout_ref.actor.router_replay.mode == "auto":
         OmegaConf.update(schema, _ROUTER_REPLAY, config.automatic_router_replay)
         config = OmegaConf.to_object(schema)
         assert isinstance(config, PPOTrainerConfig)
     return config, taken
+
+
+def _can_split_experts(config: PPOTrainerConfig, num_experts: int) -> bool:
+    """Whether the ranks of a rollout engine can own whole experts, as many each."""
+    rollout, world = config.actor_rollout_ref.rollout, config.rollout_world_size
+    sizes = (rollout.tensor_model_parallel_size, rollout.data_parallel_size or 1, world)
+    if min(sizes) < 1:
+        return True  # validation says what is wrong with them
+    ranks = max(1, rollout.experts_over(world))
+    return num_experts > 0 and num_experts % ranks == 0
 
 
 def known_keys(cls: type = PPOTrainerConfig, prefix: str = "") -> dict[str, bool]:
@@ -172,7 +192,7 @@ def _given(leaves: dict[str, Any], taken: list[WithoutEffect]) -> dict[str, Any]
         elif key.startswith(_REF) and key.removeprefix(_REF) in _OF_TRAINING:
             taken.append(WithoutEffect(key, value, _NO_TRAINING))
         elif value == "" and "None" in kind:
-            kept[key] = None
+            kept |= {} if key.startswith(_REF) else {key: None}  # the reference's keys follow the actor's
         else:
             kept[key] = list_of_names(value) if kind == "list[str]" else value
     return kept

@@ -51,12 +51,20 @@ def take_model_keys(tree: dict[str, Any], prefix: str = "") -> list[ModelKey]:
 def compare_model_keys(given: list[ModelKey], model_path: str) -> tuple[list[WithoutEffect], list[str]]:
     """The keys that agree with ``model_path``/config.json, and one sentence with both values for each that does not."""
     file = Path(model_path).expanduser() / "config.json"
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8")) if given else {}
-    except (OSError, json.JSONDecodeError):  # preflight reports both
+    raw = config_json(model_path)
+    if raw is None:
         return [WithoutEffect(item.key, item.value, _UNREAD) for item in given], []
     problems = list(_differences(given, raw, file))
     return [WithoutEffect(item.key, item.value, _REASON) for item in given], problems
+
+
+def config_json(model_path: str) -> dict[str, Any] | None:
+    """The content of ``model_path``/config.json; None where there is none that can be read, which preflight reports."""
+    try:
+        found = json.loads((Path(model_path).expanduser() / "config.json").read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _differences(given: list[ModelKey], raw: Mapping[str, Any], file: Path) -> Iterator[str]:

@@ -17,7 +17,6 @@ MOVED_KEYS: dict[str, str] = {
     f"{_ACTOR}.{_OVERRIDES}.swap_optimizer": f"{_ACTOR}.megatron.swap_optimizer",
     f"{_REF}.{_OVERRIDES}.swap_optimizer": f"{_REF}.megatron.swap_optimizer",
     f"{_REF}.load_weight": f"{_REF}.megatron.load_weight",
-    "rollout.total_epochs": "trainer.total_epochs",
 }
 # key -> value of upstream's -> (what it means here, what is different)
 REPLACED_VALUES: dict[str, dict[str, tuple[str, str]]] = {
@@ -34,6 +33,7 @@ REPLACED_VALUES: dict[str, dict[str, tuple[str, str]]] = {
 _SCHEDULE, _BATCH, _MINI = "trainer.schedule", "data.train_batch_size", f"{_ACTOR}.ppo_mini_batch_size"
 # Keys of upstream's fully_async_policy that become other keys here.
 ASYNC_KEYS = (
+    "rollout.total_epochs",
     "rollout.total_rollout_steps",
     "rollout.test_freq",
     "async_training.compute_prox_log_prob",
@@ -60,36 +60,44 @@ def translate_upstream_keys(tree: dict[str, Any]) -> tuple[list[WithoutEffect], 
             f"{_REF}.load_weight is True, but {_ACTOR}.load_weight is False: the reference starts from the actor's "
             "weights; give both the same value"
         )
-    problems += _translate_async(tree)
-    return taken, problems
+    found = _translate_async(tree)
+    return taken + found[0], problems + found[1]
 
 
-def _translate_async(tree: dict[str, Any]) -> list[str]:
+def _translate_async(tree: dict[str, Any]) -> tuple[list[WithoutEffect], list[str]]:
     """The lengths and log-probs of ``fully_async_policy``, whose scripts count prompts and weight syncs."""
     given = {key: _pop(tree, key) for key in ASYNC_KEYS}
     given = {key: value for key, value in given.items() if value is not None}
     is_fully_async = value_at(tree, _SCHEDULE) == "fully_async"
     if given and not is_fully_async:
-        return [f"{', '.join(given)}: only {_SCHEDULE}=fully_async has such keys; leave them out"]
+        return [], [f"{', '.join(given)}: only {_SCHEDULE}=fully_async has such keys; leave them out"]
     if not is_fully_async:
-        return []
-    problems = []
+        return [], []
     required, mini = value_at(tree, "async_training.require_batches"), value_at(tree, _MINI)
     if value_at(tree, _BATCH) == 0:  # upstream: a step trains on the mini-batches that it waits for
         _set(tree, _BATCH, (required or 1) * (mini or 256))
-    if (prompts := given.get("rollout.total_rollout_steps")) is not None:
-        steps = math.ceil(prompts / (value_at(tree, _BATCH) or 1024))
-        problems += _put(tree, "trainer.total_training_steps", steps, "rollout.total_rollout_steps")
-    if (freq := given.get("rollout.test_freq")) is not None:
-        every = value_at(tree, "async_training.trigger_parameter_sync_step") or 1
-        _set(tree, "trainer.test_freq", freq * every if freq > 0 else -1)
-    trained = given.get("async_training.compute_prox_log_prob")
+    every = value_at(tree, "async_training.trigger_parameter_sync_step") or 1
+    taken = []
+    for key, trained, steps in (
+        ("rollout.total_epochs", "trainer.total_epochs", lambda epochs: epochs),
+        ("rollout.test_freq", "trainer.test_freq", lambda syncs: syncs * every if syncs > 0 else -1),
+        (
+            "rollout.total_rollout_steps",
+            "trainer.total_training_steps",
+            lambda prompts: math.ceil(prompts / (value_at(tree, _BATCH) or 1024)),
+        ),
+    ):
+        if key in given:
+            if value_at(tree, trained) is not None:
+                taken.append(WithoutEffect(trained, value_at(tree, trained), f"{key} is given, and decides"))
+            _set(tree, trained, steps(given[key]))
+    trains = given.get("async_training.compute_prox_log_prob")
     generated = given.get("async_training.use_rollout_log_probs")
-    if trained or generated is False:
+    if trains or generated is False:
         _set(tree, f"{_ACTOR}.recompute_old_log_prob", "True")
     elif generated:
         _set(tree, "algorithm.rollout_correction.bypass_mode", True)
-    return problems
+    return taken, []
 
 
 def list_of_names(value: Any) -> Any:

@@ -23,12 +23,7 @@ def validate_config(config: PPOTrainerConfig) -> list[str]:
     found += models.actor.optim.schedule_problems("actor_rollout_ref.actor.optim", config.trainer.total_training_steps)
     found += models.rollout.device_problems("actor_rollout_ref.rollout", config.trainer.device)
     found += [*schedule_problems(config), *exact_problems(config), *registry_problems(config)]
-    buffer, longest = config.reward_model.overlong_buffer, config.data.max_response_length
-    if buffer.enable and not 1 <= buffer.len <= longest:
-        found.append(
-            f"reward_model.overlong_buffer.len is {buffer.len}; expected 1 to data.max_response_length ({longest}) "
-            "tokens"
-        )
+    found += _overlong_problems(config)
     if models.actor.takes_rollout_routing and not models.rollout.enable_rollout_routing_replay:
         found.append(
             "actor_rollout_ref.actor.router_replay.mode is 'R3', which replays what the rollout chose; set "
@@ -53,6 +48,26 @@ def validate_config(config: PPOTrainerConfig) -> list[str]:
     return found
 
 
+def _overlong_problems(config: PPOTrainerConfig) -> list[str]:
+    reward, longest = config.reward_model, config.data.max_response_length
+    found = []
+    if (limit := reward.reward_kwargs.get("max_resp_len")) not in (None, longest):
+        found.append(
+            f"reward_model.reward_kwargs.max_resp_len is {limit}, but data.max_response_length is {longest}: the "
+            "penalty of long responses ends at the length at which they are cut; give both the same value"
+        )
+    if reward.contradictions("reward_model"):
+        return found  # among the problems of the section
+    if reward.overlong.enable and not 1 <= reward.overlong.len <= longest:
+        in_kwargs = "overlong_buffer_cfg" in reward.reward_kwargs
+        key = "reward_kwargs.overlong_buffer_cfg" if in_kwargs else "overlong_buffer"
+        found.append(
+            f"reward_model.{key}.len is {reward.overlong.len}; expected 1 to data.max_response_length ({longest}) "
+            "tokens"
+        )
+    return found
+
+
 def config_warnings(config: PPOTrainerConfig) -> list[str]:
     """Settings that work but deserve a warning before the run starts, one sentence each."""
     models = config.actor_rollout_ref
@@ -62,6 +77,12 @@ def config_warnings(config: PPOTrainerConfig) -> list[str]:
         found.append(
             f"actor_rollout_ref.actor.recompute_old_log_prob is False, but {why}, so old log-probs are computed all "
             "the same"
+        )
+    generated, replicas = config.gen_batch_size * models.rollout.n, config.rollout_replicas
+    if not config.has_rollout_ranks and replicas and (more := -generated % replicas):
+        found.append(
+            f"{generated} samples of a generation do not divide over the {replicas} rollout replicas: {more} of them "
+            "are made twice, and once thrown away"
         )
     correction = config.algorithm.rollout_correction
     if config.has_rollout_ranks and not (correction.is_on or correction.bypass_mode):
@@ -198,8 +219,6 @@ def _batch_problems(config: PPOTrainerConfig) -> list[str]:
     actor, n = models.actor, models.rollout.n
     batch, mini = config.data.train_batch_size, actor.ppo_mini_batch_size
     dp = config.training_layout.data_parallel_size
-    # Separate rollout ranks get prompts one by one, as they have room.
-    rollout_dp = 1 if config.has_rollout_ranks else config.rollout_replicas
     found = []
     if config.data.gen_batch_size is not None and not config.algorithm.filter_groups.enable:
         found.append(
@@ -212,13 +231,6 @@ def _batch_problems(config: PPOTrainerConfig) -> list[str]:
         found.append(
             f"data.train_batch_size {batch} is not a multiple of ppo_mini_batch_size {mini}; "
             f"nearest: {_nearest_multiple(batch, mini)}"
-        )
-    generated = config.gen_batch_size
-    if generated * n % rollout_dp:
-        key = "train_batch_size" if generated == batch else "gen_batch_size"
-        found.append(
-            f"data.{key} {generated} x rollout.n {n} = {generated * n} samples do not divide over the {rollout_dp} "
-            f"rollout replicas; nearest number of samples: {_nearest_multiple(generated * n, rollout_dp)}"
         )
     if mini * n % dp:
         return [

@@ -305,7 +305,7 @@ class RayPPOTrainer:
         if scoring is not None:
             scores = scoring.result()
             self.reward_ledger.add(scores.samples)
-            add_scores(batch, scores, self.config.reward_model.overlong_buffer)
+            add_scores(batch, scores, self.config.reward_model.overlong)
 
     def _apply_kl(self, batch: DataProto) -> dict[str, float]:
         if not self.config.algorithm.use_kl_in_reward:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from verl.utils.reward_score.functions import RewardFunctionSpec
 from verl.workers.config.values import NOT_NEGATIVE, Section, above, at_least, one_of
 
+_OVERLONG, _LIMIT = "overlong_buffer_cfg", "max_resp_len"
 _SOURCE_KEYS = ("path", "name", "reward_kwargs")
 
 
@@ -37,8 +38,10 @@ class RewardModelConfig(Section):
     """The pool of scoring processes, and the ledger of their results.
 
     Attributes:
-        reward_manager: registered name of the reward manager. ``naive`` scores in processes; ``prime`` and ``batch``
-            are upstream's names for it, and ``batch`` requires batched functions.
+        reward_manager: registered name of the reward manager. ``naive`` scores in processes; ``prime``, ``dapo`` and
+            ``batch`` are upstream's names for it, and ``batch`` requires batched functions.
+        reward_kwargs: ``overlong_buffer_cfg``, upstream's other place of ``overlong_buffer`` with the same keys, and
+            ``max_resp_len``, which must be ``data.max_response_length``.
         num_workers: scoring processes.
         timeout_s: wall-clock seconds of one call of a reward function; a batched function has them for its whole batch.
         batch_size: the most samples in one call of a batched function.
@@ -59,7 +62,33 @@ class RewardModelConfig(Section):
     batch_size: int = 64
     max_concurrent: int = 16
     ledger: str = "texts"
+    reward_kwargs: dict[str, Any] = field(default_factory=dict)
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
+
+    @property
+    def overlong(self) -> OverlongBufferConfig:
+        """The penalty of long responses, wherever it was given; call ``problems`` first."""
+        given = self.reward_kwargs.get(_OVERLONG)
+        return self.overlong_buffer if given is None else OverlongBufferConfig(**given)
+
+    def contradictions(self, where: str) -> list[str]:
+        where = f"{where}.reward_kwargs"
+        found = [
+            f"{where}.{key} is not known here; known: {_OVERLONG}, {_LIMIT}"
+            for key in self.reward_kwargs
+            if key not in (_OVERLONG, _LIMIT)
+        ]
+        given = self.reward_kwargs.get(_OVERLONG)
+        if given is None:
+            return found
+        kinds = {"enable": bool, "len": int, "penalty_factor": int | float, "log": bool}
+        if not isinstance(given, dict) or not given.keys() <= kinds.keys():
+            return [*found, f"{where}.{_OVERLONG} is {given!r}; expected a section with {', '.join(kinds)}"]
+        wrong = [key for key, value in given.items() if not isinstance(value, kinds[key])]
+        found += [f"{where}.{_OVERLONG}.{key} is {given[key]!r}; expected {kinds[key]}" for key in wrong]
+        if not wrong and self.overlong_buffer.enable and self.overlong_buffer != self.overlong:
+            found.append(f"{where}.{_OVERLONG} and reward_model.overlong_buffer are both given; leave one of them out")
+        return found if wrong else found + self.overlong.problems(f"{where}.{_OVERLONG}")
 
 
 @dataclass(frozen=True)

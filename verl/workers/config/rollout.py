@@ -57,7 +57,7 @@ class RolloutConfig(Section):
         data_parallel_size: replicas of ``tensor_model_parallel_size`` ranks that share experts; absent means all of
             them, fewer means several independent engines.
         enable_expert_parallel: assign whole experts to the ranks of an engine; False splits each expert over the ranks
-            of a replica.
+            of a replica, which is also what happens if the key is not given and the experts do not divide.
         max_num_seqs: sequences that a replica decodes at the same time.
         max_num_batched_tokens: tokens that a replica computes in one step.
         max_model_len: tokens that one sequence may have; absent means ``prompt_length`` + ``response_length``.

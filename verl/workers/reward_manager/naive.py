@@ -75,6 +75,7 @@ class PendingScores:
 
 @register("naive")
 @register("batch")
+@register("dapo")
 @register("prime")
 class NaiveRewardManager:
     """Decodes responses and hands them to a pool of graders.
