@@ -110,7 +110,7 @@ def test_everything_that_is_missing_is_listed_together(keys: dict[str, Any], tmp
     assert f"data.train_files: {tmp_path / 'data.parquet'}: column 'data_source' is int64; expected a string" in text
     assert "no column 'prompt' (a list of {role, content})" in text
     assert "custom_reward_function: NameError: oops" in text
-    assert "reward_manager is 'absent'; expected one of batch, naive, prime" in "\n".join(
+    assert "reward_manager is 'absent'; expected one of batch, dapo, naive, prime" in "\n".join(
         validate_config(_config(keys))
     )
     assert "trainer.report_dir" in text and "is a file" in text
