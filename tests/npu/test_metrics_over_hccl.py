@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from tests.parallel.launcher import run_ranks
-from verl.workers.actor.policy_loss import reduce_over
+from verl.utils.megatron.reduce import reduce_over
 
 EXACT_IN_FLOAT64_ONLY = 2.0**24 + 1.0
 

@@ -37,9 +37,10 @@ def estimate(token_level_rewards, response_mask, index, **_unused):
 
 
 @register_policy_loss("mine")
-def loss(old_log_prob, log_prob, advantages, config, sequence_mean):
+def loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights=None):
     note("loss")
-    return get_policy_loss_fn("vanilla")(old_log_prob, log_prob, 2 * advantages, config, sequence_mean)
+    vanilla = get_policy_loss_fn("vanilla")
+    return vanilla(old_log_prob, log_prob, 2 * advantages, response_mask, loss_agg_mode, config, rollout_is_weights)
 """
 
 

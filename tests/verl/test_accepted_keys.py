@@ -57,6 +57,7 @@ HELD_AS = {
     "actor_rollout_ref.model.gradient_checkpointing_kwargs": {"checkpointing"},
     "actor_rollout_ref.actor.checkpoint": {"config"},
     "actor_rollout_ref": {"config", "models"},
+    "algorithm": {"config"},
     "algorithm.filter_groups": {"filters", "chosen"},
     "algorithm.rollout_correction": {"config", "correction"},
     "async_training": {"async_config", "config"},

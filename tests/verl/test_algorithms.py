@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from verl.trainer.config import KLControlConfig
+from verl.trainer.config import AlgoConfig, KLControlConfig
+from verl.trainer.ppo.algos import estimate_advantages
 from verl.trainer.ppo.core_algos import (
     agg_loss,
     get_adv_estimator_fn,
@@ -19,6 +20,7 @@ from verl.trainer.ppo.core_algos import (
     register_adv_est,
     token_loss_weights,
 )
+from verl.trainer.ppo.policy_losses import token_form
 from verl.workers.config import ActorConfig
 from verl.workers.config.actor import KL_TYPES, LOSS_AGG_MODES
 
@@ -70,7 +72,7 @@ def test_rloo_compares_with_the_others() -> None:
 def test_reinforce_plus_plus_is_white_over_all_response_tokens(name: str) -> None:
     rewards, mask = _batch()
     advantages, _ = get_adv_estimator_fn(name)(
-        token_level_rewards=rewards, response_mask=mask, index=GROUPS, norm_adv_by_std_in_grpo=True, gamma=1.0
+        token_level_rewards=rewards, response_mask=mask, index=GROUPS, config=AlgoConfig()
     )
     chosen = advantages[mask.bool()]
     assert chosen.mean().abs() < 1e-6
@@ -92,12 +94,12 @@ def test_one_token_is_whitened_to_zero() -> None:
 
 def test_discounted_returns() -> None:
     rewards, mask = _batch()
-    _, returns = get_adv_estimator_fn("reinforce_plus_plus")(rewards, mask, gamma=0.5)
+    _, returns = get_adv_estimator_fn("reinforce_plus_plus")(rewards, mask, config=AlgoConfig(gamma=0.5))
     assert torch.allclose(returns[0], torch.tensor([0.125, 0.25, 0.5, 1.0]))
 
 
 def test_unknown_and_doubly_registered_estimators_are_errors() -> None:
-    with pytest.raises(ValueError, match="known: grpo"):
+    with pytest.raises(ValueError, match="known: gae, gpg, grpo"):
         get_adv_estimator_fn("absent")
     with pytest.raises(ValueError, match="registered already"):
         register_adv_est("grpo")(lambda **_: (torch.zeros(1), torch.zeros(1)))
@@ -107,7 +109,9 @@ def test_dual_clip_loss_of_every_case() -> None:
     ratio = torch.tensor([1.0, 1.5, 0.5, 1.5, 0.5, 5.0])
     advantages = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, -1.0])
     config = ActorConfig(clip_ratio_low=0.2, clip_ratio_high=0.3, clip_ratio_c=3.0)
-    found = get_policy_loss_fn("vanilla")(torch.zeros(6), ratio.log(), advantages, config, lambda x: x)
+    form = token_form(get_policy_loss_fn("vanilla"))
+    assert form is not None
+    found = form.losses(torch.zeros(6), ratio.log(), advantages, config, lambda x: x)
     assert torch.allclose(found.loss, torch.tensor([-1.0, -1.3, -0.5, 1.5, 0.8, 3.0]), atol=1e-6)
     assert found.is_clipped.tolist() == [False, True, False, False, True, False]
     assert found.is_clipped_lower.tolist() == [False] * 5 + [True]
@@ -200,13 +204,8 @@ def _expected(name: str, rewards: np.ndarray, mask: np.ndarray, groups: list[str
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
 def test_advantages_on_random_rewards_are_the_papers(name: str, seed: int) -> None:
     rewards, mask, groups = _random_batch(seed)
-    found, _ = get_adv_estimator_fn(name.removeprefix("dr_"))(
-        token_level_rewards=torch.tensor(rewards),
-        response_mask=torch.tensor(mask),
-        index=groups,
-        norm_adv_by_std_in_grpo=name != "dr_grpo",
-        gamma=1.0,
-    )
+    config = AlgoConfig(norm_adv_by_std_in_grpo=name != "dr_grpo")
+    found, _ = estimate_advantages(name.removeprefix("dr_"), torch.tensor(rewards), torch.tensor(mask), groups, config)
     np.testing.assert_allclose(found.numpy(), _expected(name, rewards, mask, groups), atol=1e-6)
 
 

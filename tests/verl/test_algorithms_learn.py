@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from verl.trainer.config import RolloutCorrectionConfig
-from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_policy_loss_fn, kl_penalty, token_loss_weights
+from verl.trainer.config import AlgoConfig, RolloutCorrectionConfig
+from verl.trainer.ppo.algos import estimate_advantages
+from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn, kl_penalty
 from verl.trainer.ppo.filter_groups import varies
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 from verl.workers.config import ActorConfig
@@ -24,7 +25,7 @@ PROMPTS, PLACES, SYMBOLS, SAMPLES, STEPS, UPDATES = 8, 3, 5, 16, 20, 2
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One line of the README's table."""
+    """One line of the README's table; ``margin`` is how far below GRPO's score it may end."""
 
     estimator: str = "grpo"
     divides_by_std: bool = True
@@ -32,6 +33,7 @@ class Algorithm:
     correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
     filters: bool = False
     kl_in_reward: str | None = None
+    margin: float = 0.01
 
 
 def _loss(mode: str, **fields: float | str) -> ActorConfig:
@@ -44,6 +46,13 @@ ALGORITHMS = {
     "dapo": Algorithm(actor=ActorConfig(clip_ratio_high=0.28), filters=True),
     "gspo": Algorithm(actor=_loss("gspo", loss_agg_mode="seq-mean-token-mean")),
     "cispo": Algorithm(actor=_loss("cispo", clip_ratio_low=1.0, clip_ratio_high=1.0)),
+    # Its advantages are not divided by their spread, so that it slows down as rewards come close to each other.
+    "gpg": Algorithm("gpg", actor=_loss("gpg"), margin=0.03),
+    "clip_cov": Algorithm(actor=_loss("clip_cov")),
+    "kl_cov": Algorithm(actor=_loss("kl_cov")),
+    "geo_mean": Algorithm(actor=_loss("geo_mean", clip_ratio=0.4)),
+    "opo": Algorithm("opo"),
+    "kl loss k3+": Algorithm(actor=ActorConfig(use_kl_loss=True, kl_loss_type="k3+")),
     "rloo": Algorithm("rloo"),
     "reinforce++": Algorithm("reinforce_plus_plus"),
     "reinforce++ baseline": Algorithm("reinforce_plus_plus_baseline"),
@@ -98,28 +107,22 @@ def _train(
     if algorithm.filters:
         keeps_P = [varies(scores_B[rows_B == prompt].numpy()) for prompt in range(PROMPTS)]
         mask_BT = mask_BT * torch.tensor(keeps_P)[rows_B, None]
-    advantages_BT, _ = get_adv_estimator_fn(algorithm.estimator)(
-        token_level_rewards=rewards_BT,
-        response_mask=mask_BT,
-        index=rows_B.tolist(),
-        norm_adv_by_std_in_grpo=algorithm.divides_by_std,
-        gamma=1.0,
-    )
+    config = AlgoConfig(norm_adv_by_std_in_grpo=algorithm.divides_by_std)
+    advantages_BT, _ = estimate_advantages(algorithm.estimator, rewards_BT, mask_BT, rows_B, config)
     weights_BT, kept_BT, _ = compute_rollout_correction_and_rejection_mask(
         old_BT, rollout_BT, mask_BT, algorithm.correction
     )
-    num_tokens, num_rows = float(kept_BT.sum()), float((kept_BT.sum(-1) > 0).sum())
-    loss_weights = token_loss_weights(kept_BT, actor.loss_agg_mode, num_tokens=num_tokens, num_sequences=num_rows)
+    policy_loss = get_policy_loss_fn(actor.policy_loss.loss_mode)
     for _ in range(UPDATES):
         new_BT, entropy_BT = _log_probs(logits, rows_B, picks_BT)
-        losses = get_policy_loss_fn(actor.policy_loss.loss_mode)(
-            old_BT, new_BT, advantages_BT, actor, lambda x: x.detach().mean(-1, keepdim=True).expand_as(x)
+        loss, _ = policy_loss(
+            old_BT, new_BT, advantages_BT, kept_BT, actor.loss_agg_mode, config=actor, rollout_is_weights=weights_BT
         )
-        loss_BT = losses.loss if weights_BT is None else losses.loss * weights_BT
+        other_BT = -actor.entropy_coeff * entropy_BT
         if actor.use_kl_loss:
-            loss_BT = loss_BT + actor.kl_loss_coef * kl_penalty(new_BT, reference_BT, actor.kl_loss_type)
+            other_BT = other_BT + actor.kl_loss_coef * kl_penalty(new_BT, reference_BT, actor.kl_loss_type)
         optimizer.zero_grad()
-        (loss_weights * (loss_BT - actor.entropy_coeff * entropy_BT)).sum().backward()
+        (loss + agg_loss(other_BT, kept_BT, actor.loss_agg_mode)).backward()
         optimizer.step()
 
 
@@ -137,4 +140,4 @@ def of_grpo() -> float:
 def test_each_algorithm_reaches_what_grpo_reaches(name: str, of_grpo: float) -> None:
     score = sum(trained_score(ALGORITHMS[name], seed) for seed in range(4)) / 4
     assert of_grpo > 0.9
-    assert score >= of_grpo - 0.01
+    assert score >= of_grpo - ALGORITHMS[name].margin

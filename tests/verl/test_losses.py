@@ -57,11 +57,10 @@ def test_micro_batches_add_up_to_the_loss_of_the_batch(mode: str, cut: list[list
         micro = _micro(mask, rows)
         at = (micro.rows_S, micro.cols_S)
         outputs.append(loss_of(log_probs[at], entropy[at], micro))
-    per_token = get_policy_loss_fn("vanilla")(
-        tensors["old_log_probs"], log_probs, tensors["advantages"], config, lambda values: values
-    ).loss
     kl = agg_loss(kl_penalty(log_probs, tensors["ref_log_prob"], "low_var_kl"), mask, mode)
-    pg = agg_loss(per_token, mask, mode)
+    pg, _ = get_policy_loss_fn("vanilla")(
+        tensors["old_log_probs"], log_probs, tensors["advantages"], mask, mode, config
+    )
     expected = pg + 0.1 * kl - 0.01 * agg_loss(entropy, mask, mode)
     assert torch.stack([loss for loss, _ in outputs]).sum().item() == pytest.approx(expected.item(), abs=1e-6)
 

@@ -9,15 +9,22 @@ import pytest
 import torch
 
 from verl.trainer.ppo.core_algos import get_policy_loss_fn, register_policy_loss
+from verl.trainer.ppo.policy_losses.registry import TokenLossFn, token_form
 from verl.workers.config import ActorConfig
 from verl.workers.config.actor import PolicyLossConfig
 
-LOSS_MODES = ("cispo", "gspo", "vanilla")
+LOSS_MODES = ("cispo", "geo_mean", "gpg", "gspo", "vanilla")
 ROWS, WIDTH = 12, 9
 LOW, HIGH, BOUND = 0.2, 0.28, 3.0
 # Of arrays [B, R]: old log-probs, log-probs, advantages, mask -> loss of each token whose mean over the tokens of a
 # sequence is the paper's loss of that sequence.
 Formula = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+
+
+def token_losses(mode: str) -> TokenLossFn:
+    form = token_form(get_policy_loss_fn(mode))
+    assert form is not None
+    return form.losses
 
 
 def ppo(old: np.ndarray, new: np.ndarray, advantages: np.ndarray, mask: np.ndarray) -> np.ndarray:
@@ -41,6 +48,23 @@ def gspo(old: np.ndarray, new: np.ndarray, advantages: np.ndarray, mask: np.ndar
     return loss
 
 
+def geo_mean(old: np.ndarray, new: np.ndarray, advantages: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """GMPO's loss of a sequence, the geometric mean of its clipped ratios, on each of its tokens."""
+    loss = np.zeros_like(new)
+    for row in range(len(new)):
+        tokens = np.flatnonzero(mask[row])
+        if len(tokens):
+            ratios = np.exp(new[row, tokens] - old[row, tokens])
+            advantage = advantages[row, tokens[0]]
+            ratios = np.minimum(ratios, np.exp(HIGH)) if advantage > 0 else np.maximum(ratios, np.exp(-LOW))
+            loss[row, tokens] = -advantage * np.prod(ratios) ** (1 / len(tokens))
+    return loss
+
+
+def gpg(old: np.ndarray, new: np.ndarray, advantages: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    return -advantages * new * mask
+
+
 def cispo_at(weights_from: np.ndarray) -> Formula:
     """The weights are constants: those of the log-probs ``weights_from``."""
 
@@ -51,7 +75,13 @@ def cispo_at(weights_from: np.ndarray) -> Formula:
 
 
 def _formula(mode: str, new: np.ndarray) -> Formula:
-    formulas: dict[str, Formula] = {"vanilla": ppo, "gspo": gspo, "cispo": cispo_at(new)}
+    formulas: dict[str, Formula] = {
+        "vanilla": ppo,
+        "gspo": gspo,
+        "cispo": cispo_at(new),
+        "geo_mean": geo_mean,
+        "gpg": gpg,
+    }
     return formulas[mode]
 
 
@@ -75,7 +105,7 @@ def _loss(
     config = ActorConfig(
         clip_ratio_low=LOW, clip_ratio_high=HIGH, clip_ratio_c=BOUND, policy_loss=PolicyLossConfig(mode)
     )
-    return get_policy_loss_fn(mode)(old, new, advantages, config, sequence_mean).loss * mask
+    return token_losses(mode)(old, new, advantages, config, sequence_mean).loss * mask
 
 
 def _sequence_means(loss: np.ndarray, mask: np.ndarray) -> np.ndarray:
@@ -118,7 +148,7 @@ def test_what_is_clipped() -> None:
     old, ratio = torch.zeros(4), torch.tensor([1.0, 1.5, 0.5, 5.0])
     advantages = torch.tensor([1.0, 1.0, -1.0, -1.0])
     config = ActorConfig(clip_ratio_low=0.2, clip_ratio_high=0.3)
-    found = {mode: get_policy_loss_fn(mode)(old, ratio.log(), advantages, config, lambda x: x) for mode in LOSS_MODES}
+    found = {mode: token_losses(mode)(old, ratio.log(), advantages, config, lambda x: x) for mode in LOSS_MODES}
     assert found["vanilla"].is_clipped.tolist() == [False, True, True, False]
     assert found["vanilla"].is_clipped_lower.tolist() == [False, False, False, True]
     assert found["gspo"].is_clipped.tolist() == [False, True, True, False]
@@ -131,7 +161,7 @@ def test_what_is_clipped() -> None:
 def test_cispo_without_a_lower_bound_keeps_small_weights() -> None:
     config = ActorConfig(clip_ratio_low=1.0, clip_ratio_high=0.3)
     log_prob = torch.tensor([-3.0, -1.0], requires_grad=True)
-    losses = get_policy_loss_fn("cispo")(torch.tensor([-1.0, -3.0]), log_prob, torch.ones(2), config, lambda x: x)
+    losses = token_losses("cispo")(torch.tensor([-1.0, -3.0]), log_prob, torch.ones(2), config, lambda x: x)
     losses.loss.sum().backward()
     assert log_prob.grad is not None
     assert torch.allclose(log_prob.grad, -torch.tensor([np.exp(-2.0), 1.3], dtype=torch.float32))
@@ -141,13 +171,13 @@ def test_cispo_without_a_lower_bound_keeps_small_weights() -> None:
 def test_huge_ratios_stay_finite(mode: str) -> None:
     new = torch.tensor([0.0, -1000.0], requires_grad=True)
     config = ActorConfig(policy_loss=PolicyLossConfig(mode))
-    losses = get_policy_loss_fn(mode)(torch.tensor([-1000.0, 0.0]), new, torch.tensor([-1.0, 1.0]), config, lambda x: x)
+    losses = token_losses(mode)(torch.tensor([-1000.0, 0.0]), new, torch.tensor([-1.0, 1.0]), config, lambda x: x)
     losses.loss.sum().backward()
     assert losses.loss.isfinite().all() and new.grad is not None and new.grad.isfinite().all()
 
 
 def test_unknown_and_doubly_registered_losses_are_errors() -> None:
-    with pytest.raises(ValueError, match="loss_mode is 'absent'; known: cispo, gspo, vanilla"):
+    with pytest.raises(ValueError, match="'absent'; known: cispo, clip_cov, geo_mean, gpg, gspo, kl_cov, vanilla"):
         get_policy_loss_fn("absent")
     with pytest.raises(ValueError, match="registered already"):
         register_policy_loss("gspo")(get_policy_loss_fn("vanilla"))

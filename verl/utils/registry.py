@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
 from typing import Any, Generic, TypeVar, cast
 
 Entry = TypeVar("Entry")
@@ -26,19 +27,25 @@ class Registry(Generic[Entry]):
     def names(self) -> list[str]:
         return sorted(self._entries)
 
-    def register(self, name: str) -> Callable[[Given], Given]:
+    def register(self, name: str | Enum) -> Callable[[Given], Given]:
         """Decorator that registers a function or a class as ``name``; a name can be taken once."""
+        key = _text(name)
 
         def decorate(entry: Given) -> Given:
-            taken: Any = self._entries.setdefault(name, cast(Entry, entry))
+            taken: Any = self._entries.setdefault(key, cast(Entry, entry))
             if taken is not entry:
-                raise ValueError(f"{self._what} {name!r} is registered already, by {taken.__module__}")
+                raise ValueError(f"{self._what} {key!r} is registered already, by {taken.__module__}")
             return entry
 
         return decorate
 
-    def get(self, name: str) -> Entry:
+    def get(self, name: str | Enum) -> Entry:
         """The entry of that name; ValueError lists the known ones."""
-        if name not in self._entries:
-            raise ValueError(f"{self.key} is {name!r}; known: {', '.join(self.names)}")
-        return self._entries[name]
+        key = _text(name)
+        if key not in self._entries:
+            raise ValueError(f"{self.key} is {key!r}; known: {', '.join(self.names)}")
+        return self._entries[key]
+
+
+def _text(name: str | Enum) -> str:
+    return str(name.value) if isinstance(name, Enum) else name

@@ -121,6 +121,13 @@ def exact_problems(config: PPOTrainerConfig) -> list[str]:
     return found
 
 
+# Estimators that callers with more than a rollout may use, and what a run lacks for them.
+NOT_IN_A_RUN = {
+    "gae": "needs the values of a critic network, and there is none",
+    "remax": "needs the reward of a greedy response to every prompt, which no step samples",
+}
+
+
 def registry_problems(config: PPOTrainerConfig) -> Iterator[str]:
     """Every name that nothing is registered under, after the import of ``actor_rollout_ref.model.external_lib``.
 
@@ -131,21 +138,20 @@ def registry_problems(config: PPOTrainerConfig) -> Iterator[str]:
     from verl.workers.reward_manager import MANAGERS
 
     models = config.actor_rollout_ref
-    if config.algorithm.adv_estimator == "gae":
-        yield (
-            "algorithm.adv_estimator is 'gae', which needs the values of a critic network, and there is none; the "
-            f"estimators without one are {', '.join(name for name in ESTIMATORS.names if name != 'gae')}"
-        )
+    estimator = config.algorithm.adv_estimator
+    if estimator in NOT_IN_A_RUN:
+        others = ", ".join(name for name in ESTIMATORS.names if name not in NOT_IN_A_RUN)
+        yield f"algorithm.adv_estimator is {estimator!r}, which {NOT_IN_A_RUN[estimator]}; a run can have {others}"
     try:
         import_external_libs(models.model.external_lib)
     except Exception as error:  # a process edge: the user's code runs here, and may raise anything
         yield f"actor_rollout_ref.model.external_lib is {models.model.external_lib!r}: {type(error).__name__}: {error}"
     for registry, name in (
-        (ESTIMATORS, config.algorithm.adv_estimator),
+        (ESTIMATORS, estimator),
         (LOSSES, models.actor.policy_loss.loss_mode),
         (MANAGERS, config.reward_model.reward_manager),
     ):
-        if name not in registry.names and name != "gae":
+        if name not in registry.names:
             yield (
                 f"{registry.key} is {name!r}; expected one of {', '.join(registry.names)}, or a name that a module of "
                 "actor_rollout_ref.model.external_lib registers"

@@ -11,6 +11,7 @@ from verl.trainer.config.config import PPOTrainerConfig
 from verl.workers.config.engine import END_STAGES, LAYOUT_KEYS
 from verl.workers.config.overrides import OP_CHOICES
 
+_OF_GROUPS = ("grpo", "grpo_vectorized", "rloo", "rloo_vectorized", "opo", "gpg")
 _ACTOR, _REF = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.ref.megatron"
 
 
@@ -38,6 +39,11 @@ def validate_config(config: PPOTrainerConfig) -> list[str]:
         found.append(
             f"algorithm.filter_groups.enable is True, but actor_rollout_ref.rollout.n is {models.rollout.n}: the "
             "samples of a prompt are compared with each other, give at least 2"
+        )
+    if config.algorithm.adv_estimator == "grpo_passk" and models.rollout.n < 2:
+        found.append(
+            f"algorithm.adv_estimator is grpo_passk, but actor_rollout_ref.rollout.n is {models.rollout.n}: the best "
+            "two samples of a prompt are compared, give at least 2"
         )
     model_dims, dim_problems = _model_dims(config)
     found += dim_problems
@@ -95,7 +101,7 @@ def config_warnings(config: PPOTrainerConfig) -> list[str]:
             "trainer.log_samples_freq is on and actor_rollout_ref.rollout.calculate_log_probs is False: the records "
             "will have no log-probs of the rollout"
         )
-    if models.rollout.n == 1 and config.algorithm.adv_estimator in ("grpo", "rloo"):
+    if models.rollout.n == 1 and config.algorithm.adv_estimator in _OF_GROUPS:
         found.append(
             f"actor_rollout_ref.rollout.n is 1: {config.algorithm.adv_estimator} compares the samples of a prompt, and "
             "a group of one has nothing to compare with"
@@ -113,6 +119,11 @@ def config_warnings(config: PPOTrainerConfig) -> list[str]:
         f"own, which needs more memory ({limit.metric} counts them)"
         for limit in config.exceeded_token_limits
     ]
+    if models.actor.policy_loss.loss_mode == "geo_mean" and models.actor.loss_agg_mode != "seq-mean-token-mean":
+        found.append(
+            f"actor_rollout_ref.actor.loss_agg_mode is {models.actor.loss_agg_mode}: the policy loss geo_mean is a "
+            "mean over sequences in any case, and only KL loss and entropy are aggregated so"
+        )
     return found
 
 

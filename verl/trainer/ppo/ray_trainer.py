@@ -15,7 +15,8 @@ from verl.single_controller.base import get_together
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.config.data import file_list, val_sets
-from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_kl_controller, kl_penalty
+from verl.trainer.ppo.algos import estimate_advantages
+from verl.trainer.ppo.core_algos import get_kl_controller, kl_penalty
 from verl.trainer.ppo.metric_utils import (
     compute_data_metrics,
     compute_rank_metrics,
@@ -61,14 +62,12 @@ def apply_kl_penalty(data: DataProto, kl_coef: float, kind: str) -> tuple[DataPr
 
 def compute_advantage(data: DataProto, config: PPOTrainerConfig) -> DataProto:
     """Adds ``advantages`` and ``returns`` [B, R]; a pure function of the rewards and the prompt groups."""
-    algorithm = config.algorithm
-    estimate = get_adv_estimator_fn(algorithm.adv_estimator)
-    advantages, returns = estimate(
-        token_level_rewards=data.batch["token_level_rewards"],
-        response_mask=data.batch["response_mask"].float(),
-        index=data.non_tensor_batch["uid"],
-        norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
-        gamma=algorithm.gamma,
+    advantages, returns = estimate_advantages(
+        config.algorithm.adv_estimator,
+        data.batch["token_level_rewards"],
+        data.batch["response_mask"].float(),
+        data.non_tensor_batch["uid"],
+        config.algorithm,
     )
     data.batch["advantages"], data.batch["returns"] = advantages, returns
     return data

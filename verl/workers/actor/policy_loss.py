@@ -12,14 +12,18 @@ from megatron.core.parallel_state import ProcessGroups
 from megatron.core.utils import async_h2d
 from verl.protocol import DataProto
 from verl.trainer.config import RolloutCorrectionConfig
-from verl.trainer.ppo.core_algos import get_policy_loss_fn, kl_penalty, token_loss_weights
-from verl.trainer.ppo.policy_losses import SequenceMean
+from verl.trainer.ppo.aggregation import token_loss_weights
+from verl.trainer.ppo.kl import kl_penalty
+from verl.trainer.ppo.policy_losses import SequenceMean, TokenForm, get_policy_loss_fn, token_form
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 from verl.utils.megatron.packed_batch import PackedMicroBatch
+from verl.utils.megatron.reduce import mean_by_name, reduce_over
+from verl.workers.actor.row_loss import loss_of_rows
 from verl.workers.config import ActorConfig
 
 _BY_TOKEN = (
     "weights",
+    "policy_weights",
     "advantages",
     "old_log_probs",
     "ref_log_prob",
@@ -40,6 +44,12 @@ _SUMS = (
     "prob_yy",
     "prob_xy",
 )
+# Metrics that a loss of rows may report, and the sums that they are means of.
+_METRICS_OF_ROWS = {
+    "actor/pg_clipfrac": "clipfrac",
+    "actor/pg_clipfrac_lower": "clipfrac_lower",
+    "actor/ppo_kl": "approx_kl",
+}
 
 
 @dataclass(frozen=True)
@@ -56,6 +66,8 @@ class LossInputs:
         response_lengths: response tokens of each row, [B].
         rollout_is_weights: factors of the policy loss from a rollout correction; None without one.
         anchors_on_rollout: ``bypass_mode``: the old log-probs are those of the rollout.
+        policy_weights: the weights of the policy loss, where it is defined with an aggregation of its own.
+        num_kept_tokens, num_sequences: tokens whose weight is not 0, and rows with any, of the mini-batch on all ranks.
         num_tokens: tokens of the mini-batch on all ranks, with prompts.
         num_response_tokens: response tokens of the mini-batch on all ranks.
     """
@@ -68,6 +80,9 @@ class LossInputs:
     response_lengths: Tensor
     rollout_is_weights: Tensor | None = None
     anchors_on_rollout: bool = False
+    policy_weights: Tensor | None = None
+    num_kept_tokens: float = 1.0
+    num_sequences: float = 1.0
     num_tokens: float = 1.0
     num_response_tokens: float = 1.0
 
@@ -94,6 +109,11 @@ class LossInputs:
         counts = reduce_over(counts, groups.dp, dist.ReduceOp.SUM, device)
         num_kept, num_sequences, num_scored, num_tokens = (float(count) for count in counts)
         weights = token_loss_weights(mask, config.loss_agg_mode, num_tokens=num_kept, num_sequences=num_sequences)
+        form, policy_weights = token_form(get_policy_loss_fn(config.policy_loss.loss_mode)), None
+        if form is not None and form.loss_agg_mode not in (None, config.loss_agg_mode):
+            policy_weights = token_loss_weights(
+                mask, form.loss_agg_mode, num_tokens=num_kept, num_sequences=num_sequences
+            )
         is_last = groups.is_last_stage
         if anchors_on_rollout and is_last and "rollout_log_probs" not in batch:
             raise ValueError("algorithm.rollout_correction.bypass_mode: the batch has no rollout_log_probs")
@@ -106,6 +126,9 @@ class LossInputs:
             response_lengths=response_mask.sum(-1),
             rollout_is_weights=batch.get("rollout_is_weights", None),
             anchors_on_rollout=anchors_on_rollout,
+            policy_weights=policy_weights,
+            num_kept_tokens=num_kept,
+            num_sequences=num_sequences,
             num_tokens=max(num_tokens, 1.0),
             num_response_tokens=max(num_scored, 1.0),
         )
@@ -121,10 +144,11 @@ class LossInputs:
 
 
 class PolicyLoss:
-    """Dual-clip policy loss (+ KL loss - entropy bonus) of one mini-batch, called once per micro-batch.
+    """The policy loss (+ KL loss - entropy bonus) of one mini-batch, called once per micro-batch.
 
     loss = sum_t w_t * (u_t * pg_t + kl_loss_coef * kl_t - entropy_coeff * H_t), u_t = 1 without a rollout correction;
     the sum over micro-batches and data-parallel ranks is verl's ``agg_loss`` of the mini-batch, however it was packed.
+    A loss that needs rows (``loss_of_rows``) takes the place of the first term.
 
     Args:
         cp_group: the ranks that share each sequence; None when one has all of its tokens.
@@ -135,27 +159,21 @@ class PolicyLoss:
         self.inputs = inputs
         self.cp_group = cp_group
         self.policy_loss = get_policy_loss_fn(config.policy_loss.loss_mode)
+        self.token_form = token_form(self.policy_loss)
 
     def __call__(self, log_probs_S: Tensor, entropy_S: Tensor, micro: PackedMicroBatch) -> tuple[Tensor, dict]:
         """The scalar loss and sums for ``UpdateMetrics``: fp64 on a CPU; accelerators sum in fp32."""
         config, device = self.config, log_probs_S.device
-        dtype = torch.float64 if device.type == "cpu" else torch.float32
+        dtype = _sum_dtype(device)
         inputs = self.inputs.at(micro, device)
         weights_S = inputs["weights"]
         # On-policy the ratio is exactly one: the same numbers are used, so two forward passes cannot round differently.
         old_S = inputs.get("old_log_probs", log_probs_S.detach())
-        policy = self.policy_loss(old_S, log_probs_S, inputs["advantages"], config, self._sequence_mean(micro))
-        weighted_S = weights_S * policy.loss
-        if "rollout_is_weights" in inputs:
-            weighted_S = weighted_S * inputs["rollout_is_weights"]
-        loss = weighted_S.sum()
-        sums = {
-            "pg_loss": weighted_S.detach().to(dtype).sum(),
-            "entropy": entropy_S.sum(),
-            "clipfrac": policy.is_clipped.float().sum(),
-            "clipfrac_lower": policy.is_clipped_lower.float().sum(),
-            "approx_kl": policy.approx_kl.sum(),
-        }
+        if self.token_form is not None:
+            loss, sums, metrics = self._of_tokens(self.token_form, old_S, log_probs_S, inputs, micro)
+        else:
+            loss, sums, metrics = self._of_rows(old_S, log_probs_S, micro)
+        sums["entropy"] = entropy_S.sum()
         if "ref_log_prob" in inputs:
             kl_loss = (weights_S * kl_penalty(log_probs_S, inputs["ref_log_prob"], config.kl_loss_type)).sum()
             loss = loss + config.kl_loss_coef * kl_loss
@@ -175,7 +193,35 @@ class PolicyLoss:
             sums["prob_xy"] = (ours * theirs).sum()
         packed = torch.stack([sums[name].detach().to(dtype) if name in sums else zero for name in _SUMS])
         report = {"sums": packed, "largest": largest, "tokens": log_probs_S.numel()}
-        return loss, report | {"has_rollout": self.inputs.rollout_log_probs is not None}
+        return loss, report | {"has_rollout": self.inputs.rollout_log_probs is not None, "metrics": metrics}
+
+    def _of_tokens(
+        self, form: TokenForm, old_S: Tensor, log_probs_S: Tensor, inputs: dict[str, Tensor], micro: PackedMicroBatch
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, float] | None]:
+        """The part of the loss, its sums over tokens, and no metrics of its own."""
+        policy = form.losses(old_S, log_probs_S, inputs["advantages"], self.config, self._sequence_mean(micro))
+        weighted_S = inputs.get("policy_weights", inputs["weights"]) * policy.loss
+        if "rollout_is_weights" in inputs:
+            weighted_S = weighted_S * inputs["rollout_is_weights"]
+        sums = {
+            "pg_loss": weighted_S.detach().to(_sum_dtype(weighted_S.device)).sum(),
+            "clipfrac": policy.is_clipped.float().sum(),
+            "clipfrac_lower": policy.is_clipped_lower.float().sum(),
+            "approx_kl": policy.approx_kl.sum(),
+        }
+        return weighted_S.sum(), sums, None
+
+    def _of_rows(
+        self, old_S: Tensor, log_probs_S: Tensor, micro: PackedMicroBatch
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, float] | None]:
+        """The same of a loss of rows; of its metrics those with upstream's names become sums."""
+        found = loss_of_rows(self.policy_loss, self.config, self.inputs, log_probs_S, micro, self.cp_group)
+        metrics, num_tokens = dict(found.metrics), log_probs_S.numel()
+        sums = {"pg_loss": found.reported, "approx_kl": (old_S - log_probs_S.detach()).sum()}
+        for name, key in _METRICS_OF_ROWS.items():
+            if name in metrics:
+                sums[key] = log_probs_S.new_tensor(metrics.pop(name) * num_tokens)
+        return found.loss, sums, metrics
 
     def _sequence_mean(self, micro: PackedMicroBatch) -> SequenceMean:
         """The mean over each row of ``micro``; context-parallel ranks share its tokens, micro-batches do not."""
@@ -237,28 +283,9 @@ class UpdateMetrics:
                 "training/rollout_probs_diff_mean": total["prob_diff"] / tokens,
                 "training/rollout_actor_probs_pearson_corr": _pearson(total, tokens),
             }
+        if any(out["metrics"] is not None for out in self._outputs):  # the same on all ranks: it depends on the loss
+            metrics |= mean_by_name([(out["metrics"] or {}, out["tokens"]) for out in self._outputs], group)
         return metrics
-
-
-def reduce_over(values: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType, device: torch.device) -> Tensor:
-    """``values`` summed or maximised over ``group``, where they were; every rank of it must call.
-
-    ``device`` is where the group's collectives expect tensors.
-    """
-    if group.size() == 1:
-        return values
-    # NPU-ADAPTATION(hccl-no-float64): HCCL reduces no float64, but gathers it, and metrics are few numbers;
-    # drop when HCCL's all-reduce takes float64.
-    if values.dtype == torch.float64:
-        mine = async_h2d(values.cpu().reshape(-1).view(torch.int32), device)  # no op of the device sees a float64
-        gathered = [torch.empty_like(mine) for _ in range(group.size())]
-        dist.all_gather(gathered, mine, group=group)
-        everyone = torch.cat(gathered).cpu().view(torch.float64).view(group.size(), *values.shape)
-        return (everyone.amax(0) if op == dist.ReduceOp.MAX else everyone.sum(0)).to(values.device)
-    # NPU-ADAPTATION END
-    moved = async_h2d(values, device)
-    dist.all_reduce(moved, op=op, group=group)
-    return moved.to(values.device)
 
 
 def corrected(
@@ -287,6 +314,10 @@ def corrected(
     if weights is not None:
         columns["rollout_is_weights"] = weights
     return DataProto.from_dict(columns, data.non_tensor_batch, data.meta_info), metrics
+
+
+def _sum_dtype(device: torch.device) -> torch.dtype:
+    return torch.float64 if device.type == "cpu" else torch.float32
 
 
 def _pearson(total: dict[str, float], count: float) -> float:

@@ -12,6 +12,8 @@ from verl.workers.config.values import NOT_NEGATIVE, Section, Values, at_least, 
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+# With the gradient of k2, which differs from their own.
+STRAIGHT_THROUGH_KL_TYPES = tuple(f"{kind}+" for kind in KL_TYPES)
 
 
 @dataclass(frozen=True)
@@ -53,11 +55,26 @@ class PolicyLossConfig(Section):
     """Which registered policy loss the actor uses.
 
     Attributes:
-        loss_mode: registered name of the loss: PPO's clipped loss (``vanilla``), ``gspo``, ``cispo``, or one of the
-            user's.
+        loss_mode: registered name of the loss: PPO's clipped loss (``vanilla``), ``gspo``, ``cispo``, ``gpg``,
+            ``clip_cov``, ``kl_cov``, ``geo_mean``, or one of the user's.
+        clip_cov_ratio: the share of tokens that ``clip_cov`` takes out of the loss, at least one token.
+        clip_cov_lb: the lowest covariance of such a token.
+        clip_cov_ub: the highest covariance of such a token.
+        kl_cov_ratio: the share of tokens that ``kl_cov`` penalises, at least one token.
+        ppo_kl_coef: factor of the penalty of ``kl_cov``.
     """
 
+    VALUES: ClassVar = {
+        **dict.fromkeys(("clip_cov_ratio", "kl_cov_ratio"), Values("expected 0 to 1", lambda value: 0 <= value <= 1)),
+        "ppo_kl_coef": NOT_NEGATIVE,
+    }
+
     loss_mode: str = "vanilla"
+    clip_cov_ratio: float = 0.0002
+    clip_cov_lb: float = 1.0
+    clip_cov_ub: float = 5.0
+    kl_cov_ratio: float = 0.0002
+    ppo_kl_coef: float = 0.1
 
 
 @dataclass(frozen=True)
@@ -96,6 +113,7 @@ class ActorConfig(Section):
         use_kl_loss: add the KL to the reference policy to the loss; each step then computes reference log-probs.
         kl_loss_coef: factor of that KL.
         kl_loss_type: estimator of that KL; ``k1`` equals ``kl``, ``k2`` equals ``mse``, ``k3`` equals ``low_var_kl``.
+            With a ``+``, as ``k3+``, its value with the gradient of ``k2``.
         ppo_epochs: passes of the update over the batch of a step.
         shuffle: shuffle rows before they are cut into mini-batches, and the mini-batches in each epoch. A mini-batch
             has the same rows in every layout, with and without it.
@@ -109,7 +127,7 @@ class ActorConfig(Section):
         **dict.fromkeys(("ppo_epochs", "ppo_mini_batch_size"), at_least(1)),
         **dict.fromkeys(("clip_ratio", "clip_ratio_low", "clip_ratio_high"), NOT_NEGATIVE),
         "loss_agg_mode": one_of(*LOSS_AGG_MODES),
-        "kl_loss_type": one_of(*KL_TYPES),
+        "kl_loss_type": one_of(*KL_TYPES, *STRAIGHT_THROUGH_KL_TYPES),
         "recompute_old_log_prob": Values(
             "expected one of auto, true, false", lambda value: value.lower() in ("auto", "true", "false")
         ),

@@ -1,9 +1,10 @@
-"""Advantage estimators, one file each, behind verl's registry."""
+"""Advantage estimators, one family a file, behind verl's registry."""
 
-from verl.trainer.ppo.algos import grpo, reinforce_plus_plus, rloo
+from verl.trainer.ppo.algos import baselines, gae, grpo, reinforce_plus_plus
 from verl.trainer.ppo.algos.registry import (
     ESTIMATORS,
     AdvantageEstimator,
+    estimate_advantages,
     get_adv_estimator_fn,
     register_adv_est,
 )
@@ -11,9 +12,11 @@ from verl.trainer.ppo.algos.registry import (
 __all__ = [
     "ESTIMATORS",
     "AdvantageEstimator",
+    "baselines",
+    "estimate_advantages",
+    "gae",
     "get_adv_estimator_fn",
     "grpo",
     "register_adv_est",
     "reinforce_plus_plus",
-    "rloo",
 ]

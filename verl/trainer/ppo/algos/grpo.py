@@ -1,13 +1,13 @@
-"""Group-relative advantages (GRPO, arXiv 2402.03300; Dr. GRPO, arXiv 2503.20783)."""
+"""Group-relative advantages (GRPO, arXiv 2402.03300; Dr. GRPO, arXiv 2503.20783), and for Pass@k (arXiv 2503.19595)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from verl.trainer.ppo.algos.groups import group_ids, group_sums
+from verl.trainer.ppo.algos.groups import GroupIndex, group_ids, group_sums
 from verl.trainer.ppo.algos.registry import AdvantageEstimator, register_adv_est
 
 
@@ -16,10 +16,10 @@ from verl.trainer.ppo.algos.registry import AdvantageEstimator, register_adv_est
 def compute_grpo_outcome_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
-    index: Sequence[object],
+    index: GroupIndex,
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
-    **_unused: object,
+    config: Any = None,
 ) -> tuple[Tensor, Tensor]:
     """A = (r - mean_group) / (std_group + epsilon) on every response token; r is the sum of a row's rewards.
 
@@ -29,6 +29,7 @@ def compute_grpo_outcome_advantage(
     Args:
         token_level_rewards, response_mask: fp32 [B, R].
         index: group key of every row.
+        config: not read.
 
     Returns:
         (advantages, returns), both fp32 [B, R] and equal.
@@ -39,8 +40,62 @@ def compute_grpo_outcome_advantage(
     is_single = sizes_B == 1
     centred_B = scores_B - torch.where(is_single, torch.zeros_like(sums_B), sums_B / sizes_B)
     if norm_adv_by_std_in_grpo:
-        squares_B, _ = group_sums((scores_B - sums_B / sizes_B).square(), ids_B)
-        std_B = (squares_B / (sizes_B - 1).clamp(min=1)).sqrt()
-        centred_B = centred_B / (torch.where(is_single, torch.ones_like(std_B), std_B) + epsilon)
+        centred_B = centred_B / (torch.where(is_single, torch.ones_like(sums_B), _std(scores_B, ids_B)) + epsilon)
     advantages = centred_B.to(token_level_rewards.dtype)[:, None] * response_mask
     return advantages, advantages
+
+
+@register_adv_est(AdvantageEstimator.GRPO_VECTORIZED)
+def compute_grpo_vectorized_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: GroupIndex,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+    config: Any = None,
+) -> tuple[Tensor, Tensor]:
+    """The same as ``grpo``, which has no loop over rows here either; upstream's second name for it."""
+    return compute_grpo_outcome_advantage(
+        token_level_rewards, response_mask, index, epsilon, norm_adv_by_std_in_grpo, config
+    )
+
+
+@register_adv_est(AdvantageEstimator.GRPO_PASSK)
+@torch.no_grad()
+def compute_grpo_passk_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: GroupIndex,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+    config: Any = None,
+    **kwargs: object,
+) -> tuple[Tensor, Tensor]:
+    """A = (best - second best of the group) / (std_group + epsilon) for the best response, 0 for the others.
+
+    Of several best ones the first counts, and gets 0. ``config.norm_adv_by_std_in_grpo=False`` leaves the division out
+    as well. A group of one is a ValueError. Shapes as in ``compute_grpo_outcome_advantage``.
+    """
+    scores_B = token_level_rewards.sum(-1).double()
+    ids_B = group_ids(index)
+    values_B = torch.zeros_like(scores_B)
+    for group in range(int(ids_B.max()) + 1):
+        rows = (ids_B == group).nonzero()[:, 0]
+        if len(rows) < 2:
+            raise ValueError(
+                f"grpo_passk compares the two best responses to a prompt, but prompt {group} of the batch has "
+                f"{len(rows)}; set actor_rollout_ref.rollout.n to 2 or more"
+            )
+        best, second = scores_B[rows].topk(2).values
+        values_B[rows[scores_B[rows].argmax()]] = best - second
+    if norm_adv_by_std_in_grpo and (config is None or config.norm_adv_by_std_in_grpo):
+        values_B = values_B / (_std(scores_B, ids_B) + epsilon)
+    advantages = values_B.to(token_level_rewards.dtype)[:, None] * response_mask
+    return advantages, advantages
+
+
+def _std(scores_B: Tensor, ids_B: Tensor) -> Tensor:
+    """The unbiased standard deviation of every row's group, 0 for a group of one."""
+    sums_B, sizes_B = group_sums(scores_B, ids_B)
+    squares_B, _ = group_sums((scores_B - sums_B / sizes_B).square(), ids_B)
+    return (squares_B / (sizes_B - 1).clamp(min=1)).sqrt()

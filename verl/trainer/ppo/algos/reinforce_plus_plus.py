@@ -2,47 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from verl.trainer.ppo.algos.groups import group_ids, group_sums
+from verl.trainer.ppo.algos.groups import GroupIndex, group_ids, group_sums, whitened
 from verl.trainer.ppo.algos.registry import AdvantageEstimator, register_adv_est
 
 
 @register_adv_est(AdvantageEstimator.REINFORCE_PLUS_PLUS)
 @torch.no_grad()
 def compute_reinforce_plus_plus_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, gamma: float = 1.0, **_unused: object
+    token_level_rewards: Tensor, response_mask: Tensor, config: Any = None, **kwargs: object
 ) -> tuple[Tensor, Tensor]:
-    """Returns G_t = r_t + gamma G_{t+1} on every response token, whitened over all of them. Shapes as in GRPO."""
+    """Returns G_t = r_t + gamma G_{t+1} on every response token, whitened over all of them. Shapes as in GRPO.
+
+    gamma is ``config.gamma``, without a config 1.
+    """
+    gamma = 1.0 if config is None else config.gamma
     returns = torch.zeros_like(token_level_rewards)
     running = token_level_rewards.new_zeros(token_level_rewards.shape[0])
     for t in reversed(range(token_level_rewards.shape[1])):
         running = (token_level_rewards[:, t] + gamma * running) * response_mask[:, t]
         returns[:, t] = running
-    return _whitened(returns, response_mask), returns
+    return whitened(returns, response_mask), returns
 
 
 @register_adv_est(AdvantageEstimator.REINFORCE_PLUS_PLUS_BASELINE)
 @torch.no_grad()
 def compute_reinforce_plus_plus_baseline_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, index: Sequence[object], **_unused: object
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: GroupIndex,
+    epsilon: float = 1e-6,
+    config: Any = None,
+    **kwargs: object,
 ) -> tuple[Tensor, Tensor]:
     """r - mean_group on every response token, then whitened over all response tokens. Shapes as in GRPO.
 
-    A group of one keeps its reward, as upstream: less its own mean it would never teach anything.
+    A group of one keeps its reward, as upstream: less its own mean it would never teach anything. ``epsilon`` and
+    ``config`` are not read.
     """
     scores_B = token_level_rewards.sum(-1)
     sums_B, sizes_B = group_sums(scores_B, group_ids(index))
     means_B = torch.where(sizes_B == 1, torch.zeros_like(sums_B), sums_B / sizes_B)
-    advantages = _whitened((scores_B - means_B)[:, None] * response_mask, response_mask)
+    advantages = whitened((scores_B - means_B)[:, None] * response_mask, response_mask)
     return advantages, advantages
-
-
-def _whitened(values: Tensor, mask: Tensor) -> Tensor:
-    count = mask.sum()
-    mean = (values * mask).sum() / count.clamp(min=1)
-    variance = ((values - mean).square() * mask).sum() / (count - 1).clamp(min=1)
-    return (values - mean) * torch.rsqrt(variance + 1e-8) * mask

@@ -1,15 +1,28 @@
-"""The table of policy losses, and what one gets and gives."""
+"""The table of policy losses, and the two forms that one can have.
+
+Every entry has upstream's form: rows [B, R] in, a scalar and metrics out. Most losses that come with the trainer are
+sums over tokens (at most with a mean per sequence), and their entries are made of a function of tokens. The engine
+calls that one on packed tokens, so that the gradient does not depend on how a mini-batch is cut. Any other entry gets
+the rows of a micro-batch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from verl.trainer.ppo.aggregation import agg_loss
 from verl.utils.registry import Registry
 from verl.workers.config import ActorConfig
+from verl.workers.config.actor import PolicyLossConfig
 
+# (old_log_prob, log_prob, advantages, response_mask: [B, R], loss_agg_mode, config of the actor, rollout_is_weights:
+# [B, R] or None) -> (scalar loss, metrics)
+PolicyLossFn = Callable[..., tuple[Tensor, dict[str, Any]]]
 # Per token: the mean of the values over all response tokens of the token's sequence, wherever they lie. It is
 # detached, and collective over context-parallel ranks: a loss calls it always or never, whatever tokens it has.
 SequenceMean = Callable[[Tensor], Tensor]
@@ -32,11 +45,100 @@ class TokenLosses:
     approx_kl: Tensor
 
 
-# (old_log_prob, log_prob, advantages, knobs of the actor, sequence_mean); the tensors have one shape, often [S].
-PolicyLossFn = Callable[[Tensor, Tensor, Tensor, ActorConfig, SequenceMean], TokenLosses]
+# (old_log_prob, log_prob, advantages, config of the actor, sequence_mean); the tensors have one shape, often [S].
+TokenLossFn = Callable[[Tensor, Tensor, Tensor, ActorConfig, SequenceMean], TokenLosses]
 
 LOSSES: Registry[PolicyLossFn] = Registry("actor_rollout_ref.actor.policy_loss.loss_mode", "policy loss")
 
-# Decorator that makes a loss available as ``actor.policy_loss.loss_mode=name``, and the loss of a name.
-register_policy_loss = LOSSES.register
-get_policy_loss_fn = LOSSES.get
+
+@dataclass(frozen=True)
+class TokenForm:
+    """How the engine computes a registered loss on packed tokens.
+
+    Attributes:
+        losses: the function of tokens.
+        loss_agg_mode: the aggregation that the loss is defined with; None: the one of the config.
+    """
+
+    losses: TokenLossFn
+    loss_agg_mode: str | None = None
+
+
+_TOKEN_FORMS: dict[PolicyLossFn, TokenForm] = {}
+
+
+def register_policy_loss(name: str) -> Callable[[PolicyLossFn], PolicyLossFn]:
+    """Decorator that makes a loss available as ``actor.policy_loss.loss_mode=name``."""
+    return LOSSES.register(name)
+
+
+def get_policy_loss_fn(name: str) -> PolicyLossFn:
+    """The loss registered as ``name``; ValueError lists the known ones."""
+    return LOSSES.get(name)
+
+
+def computed_by_token(losses: TokenLossFn, loss_agg_mode: str | None = None) -> Callable[[PolicyLossFn], PolicyLossFn]:
+    """Decorator that says how the engine computes a loss on packed tokens."""
+
+    def decorate(function: PolicyLossFn) -> PolicyLossFn:
+        _TOKEN_FORMS[function] = TokenForm(losses, loss_agg_mode)
+        return function
+
+    return decorate
+
+
+def token_form(function: PolicyLossFn) -> TokenForm | None:
+    """The form on packed tokens; None for a loss that needs rows."""
+    return _TOKEN_FORMS.get(function)
+
+
+def aggregated(
+    losses: TokenLossFn,
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str,
+    config: Any,
+    rollout_is_weights: Tensor | None,
+) -> tuple[Tensor, dict[str, Any]]:
+    """A loss of tokens in upstream's form: ``agg_loss`` of ``losses`` and its metrics, means over response tokens."""
+    mask = response_mask.to(log_prob.dtype)
+    count = mask.sum(-1, keepdim=True).clamp(min=1)
+
+    def sequence_mean(values: Tensor) -> Tensor:
+        return ((values.detach() * mask).sum(-1, keepdim=True) / count).expand_as(values)
+
+    found = losses(old_log_prob, log_prob, advantages, actor_config(config), sequence_mean)
+    loss = found.loss if rollout_is_weights is None else found.loss * rollout_is_weights
+    num_tokens = mask.sum().clamp(min=1)
+    metrics = {
+        "actor/pg_clipfrac": float((found.is_clipped * mask).sum() / num_tokens),
+        "actor/ppo_kl": float((found.approx_kl * mask).sum() / num_tokens),
+        "actor/pg_clipfrac_lower": float((found.is_clipped_lower * mask).sum() / num_tokens),
+    }
+    return agg_loss(loss, mask, loss_agg_mode), metrics
+
+
+def actor_config(config: Any) -> ActorConfig:
+    """What a loss reads of its config, which may be a mapping with some of the keys, or None: the defaults."""
+    if isinstance(config, ActorConfig):
+        return config
+    policy_loss = _given(config, "policy_loss")
+    names = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
+    found = {name: value for name in names if (value := _given(config, name)) is not None}
+    of_loss = {
+        field.name: value
+        for field in fields(PolicyLossConfig)
+        if (value := _given(policy_loss, field.name)) is not None
+    }
+    return ActorConfig(policy_loss=PolicyLossConfig(**of_loss), **found)
+
+
+def _given(config: Any, name: str) -> Any:
+    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+
+
+def clamped_log_ratio(old_log_prob: Tensor, log_prob: Tensor, largest: float = 20.0) -> Tensor:
+    """log_prob - old_log_prob within +-``largest``, so that one token cannot overflow the sum."""
+    return torch.clamp(log_prob - old_log_prob, min=-largest, max=largest)
