@@ -23,11 +23,11 @@ from verl.single_controller.base import Worker
 from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.recovery import fit_with_restarts
+from verl.trainer.ppo.reward import make_reward_fn
 from verl.utils.net_utils import free_ports
 from verl.utils.timeline import Timeline
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.megatron_workers import ActorRolloutRefWorker
-from verl.workers.reward_manager import NaiveRewardManager
 from verl.workers.separate_workers import RolloutWorker, TrainingWorker
 
 NUM_RANKS = 4
@@ -96,7 +96,7 @@ class Run:
         for place, kill in enumerate(kills):
             (orders / f"{place}.{kill.rank}.{kill.span}.{kill.nth}").write_text(str(kill.delay_s))
         tokenizer = hf_tokenizer(config.actor_rollout_ref.model.path)
-        reward_fn = NaiveRewardManager(tokenizer, config.reward_model, config.custom_reward_function)
+        reward_fn = make_reward_fn(config, tokenizer)
 
         def new_trainer(config: PPOTrainerConfig, metrics: Mapping[str, float]) -> RayPPOTrainer:
             if config.has_rollout_ranks:

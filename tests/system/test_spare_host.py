@@ -23,9 +23,9 @@ from tests.system.jobs import Prepared
 from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.recovery import fit_with_restarts
+from verl.trainer.ppo.reward import make_reward_fn
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.megatron_workers import ActorRolloutRefWorker
-from verl.workers.reward_manager import NaiveRewardManager
 
 STEPS = 4
 PATIENCE_S = 400.0  # a safety net on busy machines
@@ -48,7 +48,7 @@ def fit(prepared: Prepared, folder: Path) -> None:
     """Trains to the end, one worker on each of two hosts, through as many restarts as it takes."""
     config = in_process_config(prepared, folder, 1, STEPS, "trainer.nnodes=2")
     tokenizer = hf_tokenizer(config.actor_rollout_ref.model.path)
-    reward_fn = NaiveRewardManager(tokenizer, config.reward_model, config.custom_reward_function)
+    reward_fn = make_reward_fn(config, tokenizer)
 
     def new_trainer(config: PPOTrainerConfig, metrics: Mapping[str, float]) -> RayPPOTrainer:
         return RayPPOTrainer(config, tokenizer, ActorRolloutRefWorker, reward_fn, run_metrics=metrics)

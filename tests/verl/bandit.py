@@ -29,8 +29,8 @@ from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.trainer.config import PPOTrainerConfig, load_config
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.reward import make_reward_fn
 from verl.utils.tokenizer import hf_tokenizer
-from verl.workers.reward_manager import NaiveRewardManager
 
 FUNCTION = str(Path(__file__).with_name("rewards_for_tests.py"))
 RIGHT_DIGIT = 7
@@ -84,7 +84,7 @@ def run_bandit(config: PPOTrainerConfig) -> RayPPOTrainer:
 def run_trainer(config: PPOTrainerConfig, training_class: type, rollout_class: type | None = None) -> RayPPOTrainer:
     """Train with workers of these classes on the Ray that is there; as ``run_bandit``."""
     tokenizer = hf_tokenizer(config.actor_rollout_ref.model.path)
-    reward_fn = NaiveRewardManager(tokenizer, config.reward_model, config.custom_reward_function)
+    reward_fn = make_reward_fn(config, tokenizer)
     trainer = RayPPOTrainer(config, tokenizer, training_class, reward_fn, rollout_class)
     try:
         trainer.init_workers()

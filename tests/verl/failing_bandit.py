@@ -14,8 +14,8 @@ from verl.single_controller.base.decorator import make_nd_compute_dataproto_disp
 from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.recovery import fit_with_restarts
+from verl.trainer.ppo.reward import make_reward_fn
 from verl.utils.tokenizer import hf_tokenizer
-from verl.workers.reward_manager import NaiveRewardManager
 
 
 def failing_worker(digits: list[int], failures: Path) -> type[Worker]:
@@ -45,7 +45,7 @@ def run_failing(config: PPOTrainerConfig, failures: Path) -> list[RayPPOTrainer]
     """Trains with restarts; the trainers that it took."""
     tokenizer = hf_tokenizer(config.actor_rollout_ref.model.path)
     digits = [int(tokenizer.get_vocab()[str(digit)]) for digit in range(10)]
-    reward_fn = NaiveRewardManager(tokenizer, config.reward_model, config.custom_reward_function)
+    reward_fn = make_reward_fn(config, tokenizer)
     trainers = []
 
     def new_trainer(config: PPOTrainerConfig, metrics: Mapping[str, float]) -> RayPPOTrainer:

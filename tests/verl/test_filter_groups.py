@@ -18,9 +18,10 @@ from verl.trainer.ppo.filter_groups import (
     groups_of,
     load_filter,
 )
-from verl.trainer.ppo.scores import add_scores, overlong_penalty, reward_parts
+from verl.trainer.ppo.scores import add_scores, reward_parts
 from verl.workers.config import OverlongBufferConfig
-from verl.workers.reward_manager.naive import Scores
+from verl.workers.reward_manager import Scores
+from verl.workers.reward_manager.dapo import overlong_penalty
 
 KEY = "algorithm.filter_groups"
 CFG = "+reward_model.reward_kwargs.overlong_buffer_cfg"

@@ -14,7 +14,7 @@ from verl.trainer.ppo.metric_utils import compute_reward_metrics
 from verl.trainer.ppo.reward_ledger import RewardLedger
 from verl.utils.reward_score.functions import RewardFunctionSpec, load_reward_function
 from verl.workers.config import CustomRewardFunctionConfig, RewardModelConfig
-from verl.workers.reward_manager import NaiveRewardManager, Scores
+from verl.workers.reward_manager import PooledRewardManager, Scores
 
 REWARD = """
 import time
@@ -52,7 +52,7 @@ def _scores(reward: str) -> Scores:
     config = RewardModelConfig(num_workers=1, timeout_s=2.0)
     by_source = {"long": {"path": reward, "name": "length"}}
     custom = CustomRewardFunctionConfig(path=reward, reward_kwargs={"right": 2.0}, by_data_source=by_source)
-    manager = NaiveRewardManager(_Words(), config, custom)  # type: ignore[arg-type]
+    manager = PooledRewardManager(_Words(), config, custom)  # type: ignore[arg-type]
     size = len(WORDS)
     columns: dict[str, list] = {
         "uid": [f"3-{row // 2}" for row in range(size)],

@@ -9,17 +9,22 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from tests.pages import users_environment
 from tools.regrade import EXIT_DIFFERENT, main
+from verl.protocol import DataProto
 from verl.trainer.config import load_config, validate_config
+from verl.trainer.ppo.reward import compute_reward, load_reward_manager
 from verl.trainer.ppo.reward_ledger import RewardLedger
+from verl.trainer.preflight import reward_manager_problems
+from verl.utils.import_utils import import_external_libs
 from verl.utils.reward_score.code_answers import compute_score
 from verl.utils.reward_score.default import CODE_SOURCES
 from verl.utils.reward_score.scoring_pool import ScoringJob, ScoringPool
 from verl.workers.config import CustomRewardFunctionConfig
-from verl.workers.reward_manager import GradedSample
+from verl.workers.reward_manager import MANAGERS, GradedSample
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
@@ -33,12 +38,27 @@ def _commands(start: str) -> list[list[str]]:
     return [shlex.split(line) for line in re.findall(rf"^    ({start}.*)$", PAGE, flags=re.MULTILINE)]
 
 
+def test_the_manager_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MANAGERS, "_entries", dict(MANAGERS._entries))
+    _, manager = _blocks("python")
+    (tmp_path / "my_manager.py").write_text(manager)
+    [line] = re.findall(r"^    (actor_rollout_ref.model.external_lib=.*)$", PAGE, flags=re.MULTILINE)
+    config = load_config(shlex.split(line.replace("my_manager.py", str(tmp_path / "my_manager.py"))))
+    import_external_libs(config.actor_rollout_ref.model.external_lib)
+    assert reward_manager_problems(config) == []
+    made = load_reward_manager(config, None, 0, **config.reward_model.reward_kwargs)
+    mask = (torch.arange(120) < torch.tensor([[3], [110]])).long()
+    data = DataProto.from_dict({"responses": torch.ones(2, 120, dtype=torch.long), "response_mask": mask})
+    rewards, extra = compute_reward(data, made)
+    assert (rewards.sum(-1).tolist(), rewards[0, 2], extra) == ([0.5, 0.0], 0.5, {"short": [True, False]})
+
+
 @pytest.mark.timeout(60)
 def test_the_function_grades_and_its_ledger_is_graded_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    [function] = _blocks("python")
+    function, _ = _blocks("python")
     Path("my_reward.py").write_text(function)
     [command] = _commands("python -m verl.trainer.main_ppo")
     config = load_config(command[4:]).custom_reward_function

@@ -20,8 +20,8 @@ from verl.trainer.config import PPOTrainerConfig, validate_config
 from verl.trainer.main_ppo import worker_classes
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.recovery import fit_with_restarts
+from verl.trainer.ppo.reward import make_reward_fn
 from verl.utils.tokenizer import hf_tokenizer
-from verl.workers.reward_manager import NaiveRewardManager
 
 PROMPTS, SAMPLES = 4, 2
 MODEL = (
@@ -143,7 +143,7 @@ def train_through_a_death(root: Path, config: PPOTrainerConfig, rank: int, span:
     kills.mkdir()
     (kills / f"0.{rank}.{span}.{nth}").write_text("0.02")
     tokenizer = hf_tokenizer(config.actor_rollout_ref.model.path)
-    reward_fn = NaiveRewardManager(tokenizer, config.reward_model, config.custom_reward_function)
+    reward_fn = make_reward_fn(config, tokenizer)
     classes = worker_classes(config)
     assert classes[1] is not None
     training, rollout = mortal_worker(classes[0], kills), mortal_worker(classes[1], kills)

@@ -58,15 +58,14 @@ def run_ppo(config: PPOTrainerConfig) -> int:
 
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
     from verl.trainer.ppo.recovery import TrainingStoppedError, fit_with_restarts
+    from verl.trainer.ppo.reward import make_reward_fn
     from verl.utils.import_utils import import_external_libs
     from verl.utils.tokenizer import hf_tokenizer
-    from verl.workers.reward_manager import get_reward_manager_cls
 
     import_external_libs(config.actor_rollout_ref.model.external_lib)
     tokenizer = hf_tokenizer(config.actor_rollout_ref.model.path)
     _init_ray(config)
-    manager_class = get_reward_manager_cls(config.reward_model.reward_manager)
-    reward_fn = manager_class(tokenizer, config.reward_model, config.custom_reward_function)
+    reward_fn = make_reward_fn(config, tokenizer)
     training, rollout = worker_classes(config)
 
     def new_trainer(config: PPOTrainerConfig, metrics: Mapping[str, float]) -> RayPPOTrainer:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import fnmatch
+import inspect
 import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from hf_formats.config import load_hf_config
 from mindspeed_llm.hf_checkpoint import open_hf
@@ -24,6 +26,7 @@ from verl.utils.reward_score.functions import DEFAULT_FUNCTION, RewardFunctionSp
 from verl.utils.reward_score.sandbox import missing_protection
 from verl.utils.trackers import missing_packages
 from verl.workers.engine_setup import engine_problems, trained_model
+from verl.workers.reward_manager import MANAGERS
 from vllm.transformers_utils.config import load_config as load_rollout_config
 
 
@@ -142,7 +145,43 @@ def reward_problems(config: PPOTrainerConfig) -> Iterator[str]:
         yield from _function_problems(where, custom.default, is_batched)
     for source, function in custom.sources.items():
         yield from _function_problems(f"{where}.by_data_source.{source}", function, is_batched)
+    yield from reward_manager_problems(config)
     yield from _source_problems(config)
+
+
+def reward_manager_problems(config: PPOTrainerConfig) -> list[str]:
+    """Why the class that a user registered as the reward manager cannot be made or called."""
+    name, kwargs = config.reward_model.reward_manager, config.reward_model.reward_kwargs
+    if config.reward_model.is_pooled or name not in MANAGERS.names:
+        return []  # validate_config reports an unknown one
+    manager, found = MANAGERS.get(name), []
+    where = f"reward_model.reward_manager={name}: {manager.__qualname__}"
+    given = dict.fromkeys(("tokenizer", "num_examine", "compute_score", "reward_fn_key"))
+    if not is_callable_with(manager, **given, **kwargs):
+        extra = f" and reward_model.reward_kwargs ({', '.join(kwargs)})" if kwargs else ""
+        found.append(
+            f"{where}{_signature(manager)} is made with the arguments {', '.join(given)}{extra}; it must take them"
+        )
+    called = next((vars(base)["__call__"] for base in manager.__mro__ if "__call__" in vars(base)), None)
+    if not is_callable_with(called, None, None, return_dict=True):
+        found.append(f"{where} must have the method __call__(self, data, return_dict=False)")
+    return found
+
+
+def is_callable_with(function: Any, *values: Any, **named: Any) -> bool:
+    """Whether the signature of ``function`` takes these arguments; False for what is no function."""
+    try:
+        inspect.signature(function).bind(*values, **named)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _signature(function: Any) -> str:
+    try:
+        return str(inspect.signature(function))
+    except (TypeError, ValueError):
+        return ""
 
 
 def _function_problems(where: str, spec: RewardFunctionSpec, must_be_batched: bool) -> Iterator[str]:

@@ -13,9 +13,9 @@ from verl.single_controller.base import WorkerGroup
 from verl.single_controller.base.worker_group import PendingCall
 from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.reward import make_reward_fn
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.megatron_workers import ActorRolloutRefWorker
-from verl.workers.reward_manager import NaiveRewardManager
 
 TIMEOUT_S = 120
 
@@ -71,7 +71,7 @@ class SocketGroup(WorkerGroup):
 def train_a_step(config: PPOTrainerConfig) -> list[RankStep]:
     """What ``RayPPOTrainer.fit`` makes the ranks do in a run of one step, by rank."""
     tokenizer = hf_tokenizer(config.actor_rollout_ref.model.path)
-    reward_fn = NaiveRewardManager(tokenizer, config.reward_model, config.custom_reward_function)
+    reward_fn = make_reward_fn(config, tokenizer)
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
         server.settimeout(TIMEOUT_S)
         address = server.getsockname()

@@ -57,7 +57,8 @@ def validate_config(config: PPOTrainerConfig) -> list[str]:
 def _overlong_problems(config: PPOTrainerConfig) -> list[str]:
     reward, longest = config.reward_model, config.data.max_response_length
     found = []
-    if (limit := reward.reward_kwargs.get("max_resp_len")) not in (None, longest):
+    limit = reward.reward_kwargs.get("max_resp_len") if reward.is_pooled else None
+    if limit not in (None, longest):
         found.append(
             f"reward_model.reward_kwargs.max_resp_len is {limit}, but data.max_response_length is {longest}: the "
             "penalty of long responses ends at the length at which they are cut; give both the same value"
@@ -65,7 +66,7 @@ def _overlong_problems(config: PPOTrainerConfig) -> list[str]:
     if reward.contradictions("reward_model"):
         return found  # among the problems of the section
     if reward.overlong.enable and not 1 <= reward.overlong.len <= longest:
-        in_kwargs = "overlong_buffer_cfg" in reward.reward_kwargs
+        in_kwargs = reward.overlong is not reward.overlong_buffer
         key = "reward_kwargs.overlong_buffer_cfg" if in_kwargs else "overlong_buffer"
         found.append(
             f"reward_model.{key}.len is {reward.overlong.len}; expected 1 to data.max_response_length ({longest}) "

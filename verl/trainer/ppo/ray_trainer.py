@@ -28,6 +28,7 @@ from verl.trainer.ppo.metric_utils import (
 )
 from verl.trainer.ppo.observers import Step, StepObserver
 from verl.trainer.ppo.reward_ledger import RewardLedger
+from verl.trainer.ppo.reward_process import PendingRewards, RegisteredRewardManager
 from verl.trainer.ppo.run_checkpoints import RunCheckpoints
 from verl.trainer.ppo.sample_records import SampleRecords
 from verl.trainer.ppo.saved_rollouts import FOLDER, GENERATED_ROW, RolloutSaver, SavedRollouts
@@ -42,8 +43,7 @@ from verl.utils.dataset import ResumableLoader, RLHFDataset
 from verl.utils.device import op_tables_text, resolve_device
 from verl.utils.seqlen_balancing import balanced_order
 from verl.utils.tracking import Tracking
-from verl.workers.reward_manager import NaiveRewardManager
-from verl.workers.reward_manager.naive import PendingScores
+from verl.workers.reward_manager import PendingScores, PooledRewardManager
 from verl.workers.row_store import worker_batch
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class RayPPOTrainer:
         config: PPOTrainerConfig,
         tokenizer: PreTrainedTokenizerBase,
         worker_class: type,
-        reward_fn: NaiveRewardManager,
+        reward_fn: PooledRewardManager | RegisteredRewardManager,
         rollout_class: type | None = None,
         run_metrics: Mapping[str, float] | None = None,
     ) -> None:
@@ -299,7 +299,7 @@ class RayPPOTrainer:
         rollout = models.rollout
         batch.meta_info |= {"temperature": rollout.temperature, "rollout_n": rollout.n, "global_step": self.global_step}
 
-    def _add_scores(self, batch: DataProto, scoring: PendingScores | None) -> None:
+    def _add_scores(self, batch: DataProto, scoring: PendingScores | PendingRewards | None) -> None:
         """Waits for the graders; adds scores to ``batch`` and grades to the ledger. None: this has been done."""
         if scoring is not None:
             scores = scoring.result()

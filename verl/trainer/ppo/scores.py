@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from verl.protocol import DataProto
 from verl.protocol_storage import as_rows
 from verl.workers.config import OverlongBufferConfig
-from verl.workers.reward_manager.naive import Scores
+from verl.workers.reward_manager import Scores
+from verl.workers.reward_manager.dapo import overlong_penalty
 
 REWARD_PARTS = "reward_parts"
 
@@ -37,13 +37,3 @@ def reward_parts(batch: DataProto) -> dict[str, np.ndarray]:
     rows = batch.non_tensor_batch[REWARD_PARTS]
     names = sorted({name for row in rows for name in row})
     return {name: np.array([row.get(name, np.nan) for row in rows]) for name in names}
-
-
-def overlong_penalty(lengths_B: Tensor, max_response_length: int, buffer: OverlongBufferConfig) -> Tensor:
-    """Returns the penalty of each response, at most 0, fp32 [B]: ``penalty_factor`` times
-
-    0 up to L_max - L_buffer tokens, then (L_max - L_buffer - length) / L_buffer, which is -1 at L_max. Longer ones,
-    which the paper gives -1 as well, cannot be sampled.
-    """
-    excess_B = lengths_B.float() - (max_response_length - buffer.len)
-    return -buffer.penalty_factor * (excess_B / buffer.len).clamp(min=0.0, max=1.0)

@@ -16,9 +16,10 @@ from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.ppo.checkpointing import write_text
 from verl.trainer.ppo.metric_utils import compute_set_metrics, marked_timer, process_validation_metrics
 from verl.trainer.ppo.reward_ledger import RewardLedger
+from verl.trainer.ppo.reward_process import RegisteredRewardManager
 from verl.trainer.ppo.schedules.generation import sampling_seeds
 from verl.utils.dataset import RLHFDataset, collate_fn
-from verl.workers.reward_manager import NaiveRewardManager, Scores
+from verl.workers.reward_manager import PooledRewardManager, Scores
 
 _STREAM = -1  # sampling stream of validation: the same noise at every step, so that scores compare
 
@@ -36,7 +37,7 @@ class Validator:
     config: PPOTrainerConfig
     datasets: Mapping[str, RLHFDataset]
     generate: Callable[[int, DataProto], DataProto]
-    reward_fn: NaiveRewardManager
+    reward_fn: PooledRewardManager | RegisteredRewardManager
     ledger: RewardLedger
     show: Callable[[Sequence[Sequence[Any]], int], None]
 
@@ -52,7 +53,7 @@ class Validator:
                 for batch in self._batches(step, dataset, n):
                     batch.non_tensor_batch["val_set"] = np.array([name] * len(batch), dtype=object)
                     outputs.append(batch)
-                    pending.append(self.reward_fn.start(batch))
+                    pending.append(self.reward_fn.start(batch, is_validation=True))
             scores = [item.result() for item in pending]
         for item in scores:
             self.ledger.add(item.samples)

@@ -11,6 +11,8 @@ from verl.utils.reward_score.functions import RewardFunctionSpec
 from verl.workers.config.values import NOT_NEGATIVE, Section, above, at_least, one_of
 
 _OVERLONG, _LIMIT = "overlong_buffer_cfg", "max_resp_len"
+# Managers whose work the scoring processes do.
+POOLED = ("naive", "batch", "prime", "dapo")
 _SOURCE_KEYS = ("path", "name", "reward_kwargs")
 
 
@@ -38,10 +40,13 @@ class RewardModelConfig(Section):
     """The pool of scoring processes, and the ledger of their results.
 
     Attributes:
-        reward_manager: registered name of the reward manager. ``naive`` scores in processes; ``prime``, ``dapo`` and
-            ``batch`` are upstream's names for it, and ``batch`` requires batched functions.
+        reward_manager: name of the reward manager. ``naive`` scores in processes; ``prime``, ``dapo`` and ``batch`` are
+            upstream's names for it, and ``batch`` requires batched functions. A name that a module of
+            ``actor_rollout_ref.model.external_lib`` registers scores whole batches in a process of its own.
         reward_kwargs: ``overlong_buffer_cfg``, upstream's other place of ``overlong_buffer`` with the same keys, and
-            ``max_resp_len``, which must be ``data.max_response_length``.
+            ``max_resp_len``, which must be ``data.max_response_length``; or the keyword arguments of a manager that
+            you registered.
+        manager_timeout_s: wall-clock seconds of such a manager for one batch.
         num_workers: scoring processes.
         timeout_s: wall-clock seconds of one call of a reward function; a batched function has them for its whole batch.
         batch_size: the most samples in one call of a batched function.
@@ -52,7 +57,7 @@ class RewardModelConfig(Section):
 
     VALUES: ClassVar = {
         **dict.fromkeys(("num_workers", "batch_size", "max_concurrent"), at_least(1)),
-        "timeout_s": above(0),
+        **dict.fromkeys(("timeout_s", "manager_timeout_s"), above(0)),
         "ledger": one_of("texts", "references", "off"),
     }
 
@@ -63,15 +68,23 @@ class RewardModelConfig(Section):
     max_concurrent: int = 16
     ledger: str = "texts"
     reward_kwargs: dict[str, Any] = field(default_factory=dict)
+    manager_timeout_s: float = 1800.0
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
+
+    @property
+    def is_pooled(self) -> bool:
+        """Whether the scoring processes do the work of the manager, which is then one of upstream's."""
+        return self.reward_manager in POOLED
 
     @property
     def overlong(self) -> OverlongBufferConfig:
         """The penalty of long responses, wherever it was given; call ``problems`` first."""
-        given = self.reward_kwargs.get(_OVERLONG)
+        given = self.reward_kwargs.get(_OVERLONG) if self.is_pooled else None
         return self.overlong_buffer if given is None else OverlongBufferConfig(**given)
 
     def contradictions(self, where: str) -> list[str]:
+        if not self.is_pooled:
+            return []  # they are the manager's own
         where = f"{where}.reward_kwargs"
         found = [
             f"{where}.{key} is not known here; known: {_OVERLONG}, {_LIMIT}"

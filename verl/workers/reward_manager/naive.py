@@ -1,150 +1,52 @@
-"""Grade every response with the reward function of its data source, in separate processes."""
+"""The manager that grades one response after the other, in this process."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from verl.utils.reward_score.scoring_pool import ScoringJob, ScoringPool, ScoringResult
-from verl.workers.config import CustomRewardFunctionConfig, RewardModelConfig
+from verl.protocol import DataProto
+from verl.utils.reward_score import default_compute_score
+from verl.workers.reward_manager.abstract import AbstractRewardManager, RawRewardFn
 from verl.workers.reward_manager.registry import register
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from verl.protocol import DataProto
-
-
-@dataclass(frozen=True)
-class GradedSample:
-    """One response and its grade, which make a line of the ledger."""
-
-    uid: str
-    prompt: str
-    job: ScoringJob
-    result: ScoringResult
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Rewards of a batch of B responses.
-
-    Attributes:
-        token_level_scores: fp32 [B, R], a response's score on its last token.
-        parts: every component by name, float [B] each; NaN where a response's function has no such part. ``timeout``
-            and ``grader_error`` are 1 where the grader gave up, ``ungraded`` where it did for either reason.
-        samples: the graded samples, in the batch's order.
-    """
-
-    token_level_scores: Tensor
-    parts: dict[str, np.ndarray]
-    samples: list[GradedSample]
-
-    @property
-    def responses(self) -> list[str]:
-        return [sample.job.solution_str for sample in self.samples]
-
-
-@dataclass(frozen=True)
-class PendingScores:
-    """Scores that are being computed in other processes; ``rows`` are the uid, prompt and job of each response."""
-
-    futures: list[Future[ScoringResult]]
-    response_mask: Tensor
-    rows: list[tuple[str, str, ScoringJob]]
-
-    def result(self) -> Scores:
-        """Waits for every answer; each has its own time limit, so this ends."""
-        results = [future.result() for future in self.futures]
-        parts = _parts(results)
-        lengths = self.response_mask.sum(-1)
-        scores = torch.zeros(self.response_mask.shape, dtype=torch.float32)
-        scores[torch.arange(len(results)), (lengths - 1).clamp(min=0)] = torch.tensor(
-            parts["score"], dtype=torch.float32
-        )
-        samples = [GradedSample(*row, result) for row, result in zip(self.rows, results, strict=True)]
-        return Scores(scores, parts, samples)
+from verl.workers.reward_manager.samples import (
+    extra_info_of,
+    grade,
+    grading_samples,
+    log_examples,
+    reported,
+    rewards_on_last_tokens,
+    score_of,
+    scores_of_a_model,
+)
 
 
 @register("naive")
-@register("batch")
-@register("dapo")
-@register("prime")
-class NaiveRewardManager:
-    """Decodes responses and hands them to a pool of graders.
+class NaiveRewardManager(AbstractRewardManager):
+    """Puts each response's score on its last token.
 
-    The names are upstream's, for one manager: a function says by its parameters whether it takes samples one by one or
-    in batches, and every function runs in processes.
-
-    Args:
-        function: files and names of the reward functions.
+    A run with ``reward_model.reward_manager=naive`` grades in processes instead (``PooledRewardManager``).
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, config: RewardModelConfig, function: CustomRewardFunctionConfig
+        self,
+        tokenizer: Any,
+        num_examine: int,
+        compute_score: RawRewardFn | None = None,
+        reward_fn_key: str = "data_source",
     ) -> None:
         self.tokenizer = tokenizer
-        self._pool = ScoringPool(
-            function.default,
-            by_source=function.sources,
-            num_workers=config.num_workers,
-            timeout_s=config.timeout_s,
-            batch_size=config.batch_size,
-            max_concurrent=config.max_concurrent,
-        )
+        self.num_examine = num_examine
+        self.compute_score = compute_score or default_compute_score
+        self.reward_fn_key = reward_fn_key
 
-    def start(self, batch: DataProto) -> PendingScores:
-        """Begins to score ``batch`` (responses, response_mask; data_source, reward_model, extra_info) and returns."""
-        mask = batch.batch["response_mask"]
-        tokens = [
-            row[: int(length)].tolist() for row, length in zip(batch.batch["responses"], mask.sum(-1), strict=True)
-        ]
-        responses = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
-        rows = list(_jobs(batch, responses))
-        return PendingScores(self._pool.submit([job for _, _, job in rows]), mask, rows)
-
-    def close(self) -> None:
-        self._pool.close()
-
-
-def _jobs(batch: DataProto, responses: list[str]) -> Iterator[tuple[str, str, ScoringJob]]:
-    """The uid of each row (its index if prompts have none), its prompt as text, and its job."""
-    columns = batch.non_tensor_batch
-    for row, response in enumerate(responses):
-        job = ScoringJob(
-            str(columns["data_source"][row]),
-            response,
-            str(columns["reward_model"][row]["ground_truth"]),
-            _as_json(columns["extra_info"][row]),
-        )
-        uid = str(columns["uid"][row]) if "uid" in columns else str(row)
-        yield uid, str(columns["prompt_text"][row]) if "prompt_text" in columns else "", job
-
-
-def _parts(results: list[ScoringResult]) -> dict[str, np.ndarray]:
-    """Columns of all parts; an ungraded answer has 0 in each, like its score."""
-    parts = {
-        name: np.array([result.parts.get(name, np.nan if result.is_graded else 0.0) for result in results])
-        for name in sorted({name for result in results for name in result.parts})
-    }
-    parts["ungraded"] = np.array([float(not result.is_graded) for result in results])
-    parts["timeout"] = np.array([float(result.status == "timeout") for result in results])
-    parts["grader_error"] = np.array([float(result.status == "error") for result in results])
-    return parts
-
-
-def _as_json(extra: dict[str, Any] | None) -> dict[str, Any]:
-    """``extra_info`` as a grader in another process gets it: arrays as lists, dates and the like as text."""
-    converted: dict[str, Any] = json.loads(json.dumps(extra or {}, default=_json_value))
-    return converted
-
-
-def _json_value(value: Any) -> Any:
-    return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else str(value)
+    def __call__(self, data: DataProto, return_dict: bool = False) -> Tensor | dict[str, Any]:
+        given = scores_of_a_model(data, return_dict=return_dict)
+        if given is not None:
+            return given
+        samples = grading_samples(data, self.tokenizer, self.reward_fn_key)
+        results = [grade(self.compute_score, sample) for sample in samples]
+        log_examples(samples, results, self.num_examine)
+        rewards = rewards_on_last_tokens([score_of(result) for result in results], samples, data)
+        return reported(rewards, extra_info_of(results), return_dict=return_dict)

@@ -1,0 +1,154 @@
+"""Grade every response with the reward function of its data source, in separate processes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.utils.reward_score.scoring_pool import ScoringJob, ScoringPool, ScoringResult
+from verl.workers.config import CustomRewardFunctionConfig, RewardModelConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from verl.protocol import DataProto
+
+
+@dataclass(frozen=True)
+class GradedSample:
+    """One response and its grade, which make a line of the ledger."""
+
+    uid: str
+    prompt: str
+    job: ScoringJob
+    result: ScoringResult
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Rewards of a batch of B responses.
+
+    Attributes:
+        token_level_scores: fp32 [B, R], a response's score on its last token.
+        parts: every component by name, float [B] each; NaN where a response's function has no such part. ``timeout``
+            and ``grader_error`` are 1 where the grader gave up, ``ungraded`` where it did for either reason.
+        samples: the graded samples, in the batch's order.
+    """
+
+    token_level_scores: Tensor
+    parts: dict[str, np.ndarray]
+    samples: list[GradedSample]
+
+    @property
+    def responses(self) -> list[str]:
+        return [sample.job.solution_str for sample in self.samples]
+
+
+@dataclass(frozen=True)
+class PendingScores:
+    """Scores that are being computed in other processes.
+
+    Attributes:
+        rows: uid, prompt and job of each response.
+        gives_acc: a score is also the part ``acc``, where the reward function has no such part.
+    """
+
+    futures: list[Future[ScoringResult]]
+    response_mask: Tensor
+    rows: list[tuple[str, str, ScoringJob]]
+    gives_acc: bool = False
+
+    def result(self) -> Scores:
+        """Waits for every answer; each has its own time limit, so this ends."""
+        results = [future.result() for future in self.futures]
+        parts = graded_parts(results)
+        if self.gives_acc:
+            parts["acc"] = np.where(np.isnan(parts.get("acc", np.nan)), parts["score"], parts.get("acc", np.nan))
+        lengths = self.response_mask.sum(-1)
+        scores = torch.zeros(self.response_mask.shape, dtype=torch.float32)
+        scores[torch.arange(len(results)), (lengths - 1).clamp(min=0)] = torch.tensor(
+            parts["score"], dtype=torch.float32
+        )
+        samples = [GradedSample(*row, result) for row, result in zip(self.rows, results, strict=True)]
+        return Scores(scores, parts, samples)
+
+
+class PooledRewardManager:
+    """Decodes responses and hands them to a pool of graders.
+
+    A run uses it for ``reward_model.reward_manager`` naive, batch, prime and dapo: a function says by its parameters
+    whether it takes samples one by one or in batches, and every function runs in processes that can be killed.
+
+    Args:
+        function: files and names of the reward functions.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, config: RewardModelConfig, function: CustomRewardFunctionConfig
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._gives_acc = config.reward_manager == "dapo"
+        self._pool = ScoringPool(
+            function.default,
+            by_source=function.sources,
+            num_workers=config.num_workers,
+            timeout_s=config.timeout_s,
+            batch_size=config.batch_size,
+            max_concurrent=config.max_concurrent,
+        )
+
+    def start(self, batch: DataProto, *, is_validation: bool = False) -> PendingScores:
+        """Begins to score ``batch`` (responses, response_mask; data_source, reward_model, extra_info) and returns."""
+        mask = batch.batch["response_mask"]
+        tokens = [
+            row[: int(length)].tolist() for row, length in zip(batch.batch["responses"], mask.sum(-1), strict=True)
+        ]
+        responses = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        rows = list(grading_jobs(batch, responses))
+        return PendingScores(self._pool.submit([job for _, _, job in rows]), mask, rows, self._gives_acc)
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+def grading_jobs(batch: DataProto, responses: list[str]) -> Iterator[tuple[str, str, ScoringJob]]:
+    """The uid of each row (its index if prompts have none), its prompt as text, and its job."""
+    columns = batch.non_tensor_batch
+    for row, response in enumerate(responses):
+        job = ScoringJob(
+            str(columns["data_source"][row]),
+            response,
+            str(columns["reward_model"][row]["ground_truth"]),
+            _as_json(columns["extra_info"][row]),
+        )
+        uid = str(columns["uid"][row]) if "uid" in columns else str(row)
+        yield uid, str(columns["prompt_text"][row]) if "prompt_text" in columns else "", job
+
+
+def graded_parts(results: list[ScoringResult]) -> dict[str, np.ndarray]:
+    """Columns of all parts; an ungraded answer has 0 in each, like its score."""
+    parts = {
+        name: np.array([result.parts.get(name, np.nan if result.is_graded else 0.0) for result in results])
+        for name in sorted({name for result in results for name in result.parts})
+    }
+    parts["ungraded"] = np.array([float(not result.is_graded) for result in results])
+    parts["timeout"] = np.array([float(result.status == "timeout") for result in results])
+    parts["grader_error"] = np.array([float(result.status == "error") for result in results])
+    return parts
+
+
+def _as_json(extra: dict[str, Any] | None) -> dict[str, Any]:
+    """``extra_info`` as a grader in another process gets it: arrays as lists, dates and the like as text."""
+    converted: dict[str, Any] = json.loads(json.dumps(extra or {}, default=_json_value))
+    return converted
+
+
+def _json_value(value: Any) -> Any:
+    return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else str(value)

@@ -1,0 +1,110 @@
+"""A batch as texts to grade, and grades as rewards per token: what all managers of this package share."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.protocol import DataProto
+from verl.workers.reward_manager.abstract import RawRewardFn
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class GradingSample:
+    """One response with what its reward function gets; ``length`` is in tokens."""
+
+    prompt_str: str
+    solution_str: str
+    ground_truth: Any
+    data_source: str
+    extra_info: dict[str, Any]
+    length: int
+
+
+def grading_samples(data: DataProto, tokenizer: Any, reward_fn_key: str) -> list[GradingSample]:
+    """Every row of ``data`` (``AbstractRewardManager.__call__``) without padding and special tokens."""
+    prompts, responses, mask = (data.batch[key] for key in ("prompts", "responses", "attention_mask"))
+    width, columns = prompts.shape[-1], data.non_tensor_batch
+    samples = []
+    for row in range(len(data)):
+        num_prompt, length = int(mask[row, :width].sum()), int(mask[row, width:].sum())
+        samples.append(
+            GradingSample(
+                tokenizer.decode(prompts[row, width - num_prompt :].tolist(), skip_special_tokens=True),
+                tokenizer.decode(responses[row, :length].tolist(), skip_special_tokens=True),
+                columns["reward_model"][row]["ground_truth"],
+                columns[reward_fn_key][row],
+                dict(columns["extra_info"][row] or {}) if "extra_info" in columns else {},
+                length,
+            )
+        )
+    return samples
+
+
+def grade(compute_score: RawRewardFn, sample: GradingSample) -> Any:
+    """The result of one call, by upstream's names; an ``async def`` is waited for."""
+    result = compute_score(
+        data_source=sample.data_source,
+        solution_str=sample.solution_str,
+        ground_truth=sample.ground_truth,
+        extra_info=sample.extra_info,
+    )
+    return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
+
+
+def score_of(result: Any) -> float:
+    return float(result["score"] if isinstance(result, dict) else result)
+
+
+def extra_info_of(results: Sequence[Any]) -> dict[str, list[Any]]:
+    """The parts of results that are dicts, by name, each a list in the order of the results."""
+    extra: dict[str, list[Any]] = defaultdict(list)
+    for result in results:
+        for name, value in result.items() if isinstance(result, dict) else ():
+            extra[name].append(value)
+    return dict(extra)
+
+
+def rewards_on_last_tokens(rewards: Sequence[float], samples: Sequence[GradingSample], data: DataProto) -> Tensor:
+    """float32 [B, R] with each reward on the last token of its response."""
+    scores = torch.zeros(data.batch["responses"].shape, dtype=torch.float32)
+    for row, (reward, sample) in enumerate(zip(rewards, samples, strict=True)):
+        scores[row, max(sample.length - 1, 0)] = reward
+    return scores
+
+
+def reported(rewards: Tensor, extra: dict[str, list[Any]], *, return_dict: bool) -> Tensor | dict[str, Any]:
+    return {"reward_tensor": rewards, "reward_extra_info": extra} if return_dict else rewards
+
+
+def scores_of_a_model(data: DataProto, *, return_dict: bool) -> Tensor | dict[str, Any] | None:
+    """The scores ``rm_scores`` [B, R] that a batch may bring, which are then the rewards; None where it has none."""
+    if data.batch is None or "rm_scores" not in data.batch.keys():  # noqa: SIM118 - a TensorDict iterates over rows
+        return None
+    names = data.meta_info.get("reward_extra_keys", [])
+    extra = {name: list(data.non_tensor_batch[name]) for name in names}
+    return reported(data.batch["rm_scores"], extra, return_dict=return_dict)
+
+
+def log_examples(samples: Sequence[GradingSample], results: Sequence[Any], num_examine: int) -> None:
+    """Logs the first ``num_examine`` samples of each data source."""
+    seen: Counter[str] = Counter()
+    for sample, result in zip(samples, results, strict=True):
+        seen[sample.data_source] += 1
+        if seen[sample.data_source] <= num_examine:
+            texts = (sample.prompt_str, sample.solution_str, sample.ground_truth, result)
+            logger.info("[prompt] %s\n[response] %s\n[ground_truth] %s\n[score] %s", *texts)
