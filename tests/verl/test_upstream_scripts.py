@@ -26,7 +26,6 @@ from verl.trainer.config import (
     validate_config,
 )
 from verl.trainer.config.upstream_keys import ASYNC_KEYS, MOVED_KEYS, list_of_names
-from verl.trainer.ppo.algos import ESTIMATORS
 
 FOLDER = Path(__file__).parent / "upstream_scripts"
 # The module of a script -> the one that runs it here.
@@ -68,10 +67,9 @@ def _resolve(name: str, *more: str) -> tuple[CommandLine, PPOTrainerConfig, list
 
 def _problems(name: str) -> list[str]:
     try:
-        problems = validate_config(_resolve(name)[1])
+        return validate_config(_resolve(name)[1])
     except ConfigError as error:
-        problems = error.problems
-    return [problem for problem in problems if "'gpg'; expected one of" not in problem or "gpg" in ESTIMATORS.names]
+        return error.problems
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
@@ -123,7 +121,7 @@ def test_every_value_of_the_20_scripts_is_accepted_but_those_of_three_features()
         for key in [key for key in chosen if key.startswith("global_profiler.")]:
             del chosen[key]
         refused |= _refused_of(chosen)
-    assert {pair for pair in refused if pair[1] != "gpg" or "gpg" in ESTIMATORS.names} == REFUSED_VALUES
+    assert refused == REFUSED_VALUES
 
 
 def _refused_of(chosen: dict[str, str]) -> set[tuple[str, str]]:
