@@ -14,6 +14,7 @@ import torch
 
 from megatron.core.ops.reference import reference_ops
 from mindspeed.ops import train_ops
+from tests.profiles import MICRO_BATCHES, PARTS, PHASES, assert_whole_step
 from tests.ray_workers import ray_with_forked_workers
 from tests.system.command import Command, read_metrics
 from tests.system.in_process import convert, fit, in_process_config
@@ -41,6 +42,12 @@ WAITS = {
     "update_actor/optimizer_step": 1,  # the gradient norm
 }
 CHANGES = ("trainer.save_freq=-1", "data.val_max_samples=4")
+PROFILED = (
+    "actor_rollout_ref.actor.profiler.enable=True",
+    "actor_rollout_ref.actor.profiler.ranks=[1]",
+    "global_profiler.steps=[2]",
+)
+NOT_ANALYSED = "actor_rollout_ref.actor.profiler.tool_config.npu.analysis=False"
 COMPARED = (
     "actor/pg_loss",
     "actor/kl_loss",
@@ -71,6 +78,9 @@ KERNELS = {
 }
 
 
+NPU_OPS = {"npu::npu_fusion_attention", "npu::npu_rms_norm", "aten::_fused_adamw_"}
+
+
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     return convert(prepare(tmp_path_factory.mktemp("prepared")), tmp_path_factory.mktemp("converted"))
@@ -89,11 +99,13 @@ def test_two_grpo_steps_on_the_device_equal_the_cpus(
     monkeypatch.setenv("FAKE_NPU_CALLS_DIR", str(tmp_path / "kernels"))
     with ray_with_forked_workers(num_cpus=2, resources={"NPU": 2}), caplog.at_level(logging.INFO):
         assert ray.get(on_a_device.remote(), timeout=120) == (3.0, 1)
-        for device in ("cpu", "npu"):
-            fit(in_process_config(prepared, tmp_path / device, 2, 2, *CHANGES, f"trainer.device={device}"))
+        for device, tool in (("cpu", "torch"), ("npu", "npu")):
+            changes = (*CHANGES, *PROFILED, NOT_ANALYSED, f"global_profiler.tool={tool}", f"trainer.device={device}")
+            fit(in_process_config(prepared, tmp_path / device, 2, 2, *changes))
     assert_equal(tmp_path, 2)
     assert_native(caplog.text, tmp_path / "kernels")
     assert_costs(tmp_path / "kernels")
+    assert_profiled(tmp_path)
     changes = (*CHANGES, "trainer.device=npu", "trainer.hang_timeout_s=0")
     assert_launches(in_process_config(prepared, tmp_path / "plan", 2, 2, *changes), tmp_path / "kernels")
 
@@ -103,7 +115,9 @@ def test_two_grpo_steps_on_the_device_equal_the_cpus(
 def test_the_users_command_trains_on_the_device(prepared: Prepared, tmp_path: Path) -> None:
     with ray_with_forked_workers(num_cpus=2):
         fit(in_process_config(prepared, tmp_path / "cpu", 2, 5, *CHANGES))
-    said = run_on_npu(5, prepared, tmp_path)
+    said = run_on_npu(5, prepared, tmp_path, *PROFILED, "global_profiler.tool=npu")
+    (trace,) = (tmp_path / "npu" / "profile" / "step_2").rglob("trace_view.json")
+    assert_whole_step(trace, NPU_OPS)
     assert_equal(tmp_path, 5)
     assert_native(said, tmp_path / "kernels")
 
@@ -123,13 +137,24 @@ def assert_equal(folder: Path, num_steps: int) -> None:
     assert (folder / "npu" / "export_hf" / "config.json").is_file()
 
 
-def run_on_npu(num_steps: int, prepared: Prepared, folder: Path) -> str:
+def assert_profiled(folder: Path) -> None:
+    """Rank 1's recording of the second step, by torch on the CPU and by torch_npu on the device; no other."""
+    (on_cpu,) = (folder / "cpu" / "profile").rglob("*.json.gz")
+    assert on_cpu.relative_to(folder / "cpu").as_posix() == "profile/step_2/actor_rollout_ref_rank_1.json.gz"
+    assert_whole_step(on_cpu, {"aten::_fused_adamw_", "aten::mm"})
+    (on_npu,) = (folder / "npu" / "profile" / "step_2").glob("actor_rollout_ref_rank_1_*_ascend_pt")
+    recorded = (on_npu / "FRAMEWORK" / "torch.op_range").read_bytes()
+    for name in (*PHASES, *PARTS, *MICRO_BATCHES, *NPU_OPS):
+        assert name.encode() in recorded, name
+
+
+def run_on_npu(num_steps: int, prepared: Prepared, folder: Path, *overrides: str) -> str:
     """The whole command to its good end; what it said."""
     kernels = folder / "kernels"
     kernels.mkdir(exist_ok=True)
     simulated = {"FAKE_NPU_COUNT": 2, "FAKE_NPU_CALLS_DIR": kernels, "PYTHONPATH": os.environ["PYTHONPATH"]}
     environment = prepared.environment(folder / "npu", STEPS=num_steps, **simulated)
-    arguments = (*prepared.arguments, "--no-plan", "trainer.device=npu", *CHANGES)
+    arguments = (*prepared.arguments, "--no-plan", "trainer.device=npu", *CHANGES, *overrides)
     with Command(folder / "npu.log", environment, arguments) as command:
         assert command.wait() == 0, command.tail(80)
         assert command.left_behind() == []

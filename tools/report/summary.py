@@ -24,6 +24,7 @@ FILES = (
     ("samples", "recorded samples, for python -m tools.viewer"),
     ("rollouts", "whole batches, for trainer.train_only"),
     ("timeline", "recorded steps, for ui.perfetto.dev"),
+    ("profile", "profiles of steps, op by op, for ui.perfetto.dev"),
     ("logs/latest", "the output of every stage, driver, rank and Ray"),
 )
 

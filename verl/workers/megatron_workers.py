@@ -29,6 +29,7 @@ from verl.utils.distributed import join_world
 from verl.utils.hang_watchdog import HangWatchdog
 from verl.utils.import_utils import import_external_libs, load_provider
 from verl.utils.megatron.frozen import HostResidentModel
+from verl.utils.profiler import DistProfiler, DistProfilerExtension
 from verl.utils.timeline import now_s
 from verl.workers.actor import MegatronPPOActor
 from verl.workers.config import McoreEngineConfig
@@ -47,7 +48,7 @@ _TRAIN, _ROLLOUT = "train", "rollout"
 _HOST_ALLOCATOR_STATS = "third_party.jemalloc:memory_stats"  # None unless jemalloc serves this process
 
 
-class ActorRolloutRefWorker(Worker):
+class ActorRolloutRefWorker(Worker, DistProfilerExtension):
     """The worker of one device.
 
     Args:
@@ -64,6 +65,14 @@ class ActorRolloutRefWorker(Worker):
         self.role = role
         self.watchdog: HangWatchdog | None = None
         self.device_type = resolve_device(config.trainer.device)
+        self.profiler = DistProfiler(
+            self.rank,
+            self.config.actor.profiler,
+            config.global_profiler,
+            role,
+            self.device_type,
+            config.trainer.report_dir,
+        )
         self.train_ops_provider, self.rollout_ops_provider = ops_providers(config.trainer, self.device_type)
         self.group_backend = group_backend(self.device_type)
         self.total_training_steps = config.trainer.total_training_steps or 0

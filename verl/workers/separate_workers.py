@@ -14,6 +14,7 @@ from verl.utils.device import init_device, ops_providers, resolve_device
 from verl.utils.distributed import join_world
 from verl.utils.hang_watchdog import HangWatchdog
 from verl.utils.import_utils import load_provider
+from verl.utils.profiler import DistProfiler, DistProfilerExtension
 from verl.utils.timeline import now_s
 from verl.workers.engine_setup import PARAMS_DTYPES
 from verl.workers.megatron_workers import ActorRolloutRefWorker
@@ -59,7 +60,7 @@ class SavedRolloutWorker(ActorRolloutRefWorker):
         self.row_store = RowStore(_world(), self.config.nccl_timeout)
 
 
-class RolloutWorker(Worker):
+class RolloutWorker(Worker, DistProfilerExtension):
     """A rank that generates and does not train.
 
     Args:
@@ -75,6 +76,8 @@ class RolloutWorker(Worker):
         self.watchdog: HangWatchdog | None = None
         self.device_type = resolve_device(config.trainer.device)
         _, self.rollout_ops_provider = ops_providers(config.trainer, self.device_type)
+        chosen, report_dir = self.config.rollout.profiler, config.trainer.report_dir
+        self.profiler = DistProfiler(self.rank, chosen, config.global_profiler, role, self.device_type, report_dir)
         self.replica_size = self.config.rollout.tensor_model_parallel_size
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

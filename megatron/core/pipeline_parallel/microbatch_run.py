@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from megatron.core.models.gpt.gpt_model import model_chunks
 from megatron.core.parallel_state import ProcessGroups
@@ -65,7 +66,8 @@ class MicroBatchRun:
         part.set_input_tensor(input_tensor)  # type: ignore[operator]
         microbatch = self._num_forwards[chunk]
         try:
-            output, loss_func = self.forward_step_func(self.data_iterators[chunk], part)
+            with record_function(f"micro_batch {microbatch} forward"):
+                output, loss_func = self.forward_step_func(self.data_iterators[chunk], part)
         except StopIteration:
             raise ValueError(
                 f"data_iterator ended after {microbatch} micro-batches; num_microbatches is {len(self.shapes)}"
@@ -90,7 +92,8 @@ class MicroBatchRun:
         backward_of = getattr(self.model, "backward_of", None)
         # The last micro-batch of this chunk completes the gradients of its parameters, independent of the other chunks.
         is_last = microbatch == len(self.shapes) - 1
-        with backward_of(microbatch, is_last) if backward_of else nullcontext():
+        in_order = backward_of(microbatch, is_last) if backward_of else nullcontext()
+        with in_order, record_function(f"micro_batch {microbatch} backward"):
             return self._in_flight[chunk].popleft().backward(output_grad)
 
     def _finish(self, output: Tensor, loss_func: LossFunc) -> Tensor:

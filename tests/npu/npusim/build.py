@@ -27,6 +27,8 @@ EMPTY_LIBRARIES = (
     "libacl_tdt_channel",
     "libfmk_parser",
     "libascend_protobuf",
+    "libmsprofiler",
+    "libascend_hal",
 )
 LOAD_ORDER = ("libascendcl", *EMPTY_LIBRARIES, "libopapi", "libhccl", "libatb")
 
@@ -99,7 +101,7 @@ def build_into(out: Path) -> None:
     units = {
         **{
             name: (HERE / "cann" / f"{name}.cpp", cann_flags)
-            for name in ("runtime", "memory", "graphs", "legacy", "hccl")
+            for name in ("runtime", "memory", "graphs", "legacy", "hccl", "profiling")
         },
         "aclnn": (HERE / "cann/aclnn.cpp", cann_flags),
         "aclnn_entry_points": (entry_points, ["-std=c++17"]),
@@ -113,7 +115,7 @@ def build_into(out: Path) -> None:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(compile_unit, sorted(units, key=lambda name: name != "cpu_kernels")))
 
-    link(out, "libascendcl", ["runtime", "memory", "graphs", "legacy"])
+    link(out, "libascendcl", ["runtime", "memory", "graphs", "legacy", "profiling"])
     for name in EMPTY_LIBRARIES:
         link(out, name, [], "-Wl,--no-as-needed", "-lascendcl")  # looked up in these by name at run time
     link(out, "libopapi", ["aclnn", "aclnn_entry_points"], "-lascendcl")

@@ -12,6 +12,7 @@ from verl.trainer.config.trainer import RayConfig, TrainerConfig
 from verl.workers.config import (
     ActorConfig,
     CustomRewardFunctionConfig,
+    GlobalProfilerConfig,
     HFModelConfig,
     RefConfig,
     RewardModelConfig,
@@ -66,6 +67,13 @@ class PPOTrainerConfig(Section):
     rollout: RolloutRanksConfig = field(default_factory=RolloutRanksConfig)
     async_training: AsyncTrainingConfig = field(default_factory=AsyncTrainingConfig)
     ray_kwargs: RayConfig = field(default_factory=RayConfig)
+    global_profiler: GlobalProfilerConfig = field(default_factory=GlobalProfilerConfig)
+
+    @property
+    def is_profiled(self) -> bool:
+        """True when some role's profiler is enabled."""
+        models = self.actor_rollout_ref
+        return models.actor.profiler.enable or (self.has_rollout_ranks and models.rollout.profiler.enable)
 
     @property
     def use_reference_policy(self) -> bool:

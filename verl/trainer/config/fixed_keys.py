@@ -18,6 +18,7 @@ _NO_CODE = "model directories are never executed"
 _NO_CRITIC = "no estimator here uses a critic network"
 _NO_REWARD_NETWORK = "rewards are functions: there is no reward network"
 _NO_DROPOUT = "there is no dropout"
+_NO_TOOL = "the tools are torch and npu"
 
 # dotted key or shell pattern -> (accepted values, what happens instead); the first pattern that matches counts
 FIXED_KEYS: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -37,8 +38,12 @@ FIXED_KEYS: dict[str, tuple[tuple[Any, ...], str]] = {
     "actor_rollout_ref.*.use_torch_compile": (_FLAG, "training uses no torch.compile"),
     "actor_rollout_ref.actor.ppo_micro_batch_size": ((None,), "use ppo_micro_batch_size_per_gpu"),
     "actor_rollout_ref.actor.use_fused_kernels": (_FLAG, _OPS),
-    "actor_rollout_ref.*.profiler.enable": ((False,), "profiling is off"),
-    "actor_rollout_ref.*.profiler.*": (ANY, "profiling is off"),
+    "actor_rollout_ref.ref.profiler.*": (ANY, "the reference runs in the actor's processes: actor.profiler decides"),
+    "actor_rollout_ref.*.profiler.tool_config.nsys.*": (ANY, _NO_TOOL),
+    "actor_rollout_ref.*.profiler.tool_config.torch_memory.*": (ANY, _NO_TOOL),
+    "actor_rollout_ref.*.profiler.tool_config.torch.*": ((0, -1, None), "whole steps are recorded"),
+    "actor_rollout_ref.*.profiler.tool_config.npu.discrete": ((False,), "a recording is one trace of all phases"),
+    "global_profiler.global_tool_config.*": (ANY, _NO_TOOL),
     f"{_ENGINE}.use_mbridge": (_FLAG, "weights are read from Hugging Face files by one plan"),
     f"{_ENGINE}.use_distributed_optimizer": ((True,), "the optimizer state is always sharded"),
     f"{_OVERRIDE}.moe_grouped_gemm": ((True,), "experts are always grouped"),

@@ -38,6 +38,7 @@ _PATH_KEYS = (
     "trainer.resume_from_path",
 )
 _EXPERT_PARALLEL = "actor_rollout_ref.rollout.enable_expert_parallel"
+_PROFILER = "actor_rollout_ref.actor.profiler."
 _EXTERNAL_LIB = "actor_rollout_ref.model.external_lib"
 _ACTOR, _REF = "actor_rollout_ref.actor.megatron.", "actor_rollout_ref.ref.megatron."
 _ROUTER_REPLAY = "actor_rollout_ref.actor.router_replay.mode"
@@ -113,6 +114,9 @@ def resolve_config(composed: DictConfig) -> tuple[PPOTrainerConfig, list[Without
     leaves = _given(dict(_leaves(raw, known, problems)), taken)
     # ref.megatron is the actor's with the given keys replaced.
     inherited = {_REF + key.removeprefix(_ACTOR): value for key, value in leaves.items() if key.startswith(_ACTOR)}
+    inherited |= {  # and ranks that only generate are profiled like those that train
+        key.replace(".actor.", ".rollout.", 1): value for key, value in leaves.items() if key.startswith(_PROFILER)
+    }
     schema = OmegaConf.structured(PPOTrainerConfig)
     _unlock(schema)
     for key, value in (inherited | leaves).items():
@@ -140,7 +144,19 @@ def resolve_config(composed: DictConfig) -> tuple[PPOTrainerConfig, list[Without
         OmegaConf.update(schema, _ROUTER_REPLAY, config.automatic_router_replay)
         config = OmegaConf.to_object(schema)
         assert isinstance(config, PPOTrainerConfig)
-    return config, taken
+    return config, taken + _unused_profiler_keys(config, leaves)
+
+
+def _unused_profiler_keys(config: PPOTrainerConfig, leaves: dict[str, Any]) -> list[WithoutEffect]:
+    """Given keys of profilers that record nothing."""
+    if not config.is_profiled:
+        unused = {key: "no profiler is enabled" for key in leaves if "profiler." in key}
+    elif not config.has_rollout_ranks:
+        why = "actor and rollout share their processes: actor.profiler decides"
+        unused = {key: why for key in leaves if key.startswith("actor_rollout_ref.rollout.profiler.")}
+    else:
+        unused = {}
+    return [WithoutEffect(key, leaves[key], reason) for key, reason in unused.items()]
 
 
 def _can_split_experts(config: PPOTrainerConfig, num_experts: int) -> bool:

@@ -10,6 +10,7 @@ from verl.trainer.config.checks import exact_problems, registry_problems, schedu
 from verl.trainer.config.config import PPOTrainerConfig
 from verl.workers.config.engine import END_STAGES, LAYOUT_KEYS
 from verl.workers.config.overrides import OP_CHOICES
+from verl.workers.config.profiler import profiling_problems
 
 _OF_GROUPS = ("grpo", "grpo_vectorized", "rloo", "rloo_vectorized", "opo", "gpg")
 _ACTOR, _REF = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.ref.megatron"
@@ -23,6 +24,10 @@ def validate_config(config: PPOTrainerConfig) -> list[str]:
     found = [problem for problem in found if _REF not in problem or problem.replace(_REF, _ACTOR) not in found]
     found += models.actor.optim.schedule_problems("actor_rollout_ref.actor.optim", config.trainer.total_training_steps)
     found += models.rollout.device_problems("actor_rollout_ref.rollout", config.trainer.device)
+    roles = {"actor_rollout_ref.actor.profiler": models.actor.profiler}
+    if config.has_rollout_ranks:
+        roles["actor_rollout_ref.rollout.profiler"] = models.rollout.profiler
+    found += profiling_problems(config.global_profiler, roles, config.trainer.device)
     found += [*schedule_problems(config), *exact_problems(config), *registry_problems(config)]
     found += _overlong_problems(config)
     if models.actor.takes_rollout_routing and not models.rollout.enable_rollout_routing_replay:

@@ -37,6 +37,7 @@ from verl.trainer.ppo.schedules.generation import Tokens
 from verl.trainer.ppo.schedules.saved import SavedSource
 from verl.trainer.ppo.schedules.synchronous import SynchronousSource
 from verl.trainer.ppo.scores import add_scores, reward_parts
+from verl.trainer.ppo.step_profiles import StepProfiles
 from verl.trainer.ppo.step_timeline import StepTimeline
 from verl.trainer.ppo.validation import Validator
 from verl.utils.dataset import ResumableLoader, RLHFDataset
@@ -190,7 +191,10 @@ class RayPPOTrainer:
         samples = SampleRecords(
             trainer.report_dir, trainer.log_samples_freq, trainer.log_samples_rows, self.tokenizer, self.workers
         )
-        return [*observers, samples, self.timeline]
+        observers += [samples, self.timeline]
+        if self.config.is_profiled:
+            observers.append(StepProfiles(self.config.global_profiler, self._groups()))
+        return observers
 
     def fit(self) -> None:
         """Resumes, validates, trains to ``total_training_steps``, saving and validating on the way."""

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from verl.workers.config.engine import McoreEngineConfig
 from verl.workers.config.optimizer import McoreOptimizerConfig
+from verl.workers.config.profiler import ProfilerConfig
 from verl.workers.config.values import NOT_NEGATIVE, Section, Values, at_least, one_of
 
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -156,6 +157,7 @@ class ActorConfig(Section):
     megatron: McoreEngineConfig = field(default_factory=McoreEngineConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     router_replay: RouterReplayConfig = field(default_factory=RouterReplayConfig)
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
 
     def shuffle_seed(self, global_step: int, epoch: int = 0) -> int:
         """Seed of the order of rows in a step's mini-batches, and of the mini-batches in each epoch."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from verl.workers.config.profiler import ProfilerConfig
 from verl.workers.config.values import TRAINED_DTYPES, Section, Values, at_least, one_of
 
 _SHARE = Values("expected (0, 1]", lambda value: 0 < value <= 1)
@@ -141,6 +142,7 @@ class RolloutConfig(Section):
     calculate_log_probs: bool = True
     seed: int = 0
     val_kwargs: SamplingConfig = field(default_factory=SamplingConfig)
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
 
     def replicas_per_engine(self, world_size: int) -> int:
         return self.data_parallel_size or world_size // self.tensor_model_parallel_size
