@@ -46,7 +46,8 @@ def test_no_docstring_speaks_of_a_key_that_is_not_there() -> None:
         ("actor_rollout_ref.actor.megatron.context_parallel_size", "at least 1"),
         (
             "actor_rollout_ref.actor.policy_loss.loss_mode",
-            "cispo, gspo, vanilla, or a name that a module of actor_rollout_ref.model.external_lib registers",
+            "cispo, clip_cov, geo_mean, gpg, gspo, kl_cov, vanilla, "
+            "or a name that a module of actor_rollout_ref.model.external_lib registers",
         ),
         ("trainer.save_freq", "above 0, or -1 for never"),
         ("reward_model.overlong_buffer.len", "1 to data.max_response_length tokens"),
