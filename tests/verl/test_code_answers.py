@@ -83,9 +83,9 @@ def test_a_row_without_tests_is_an_error_of_the_row(truth: str, message: str) ->
         compute_score("code", f"```\n{SQUARE}\n```", truth, {})
 
 
-def test_the_default_function_grades_code_and_nothing_else() -> None:
+def test_the_default_function_grades_code_and_says_what_it_does_not() -> None:
     truth = json.dumps({"inputs": ["3"], "outputs": ["9"]})
     for source in ("code", "taco", "code/own"):
         assert default_compute_score(source, f"```\n{SQUARE}\n```", truth)["score"] == 1.0
-    with pytest.raises(ValueError, match="'math' has no reward function of its own"):
-        default_compute_score("math", "42", "42")
+    with pytest.raises(ValueError, match="'riddles' has no reward function of its own"):
+        default_compute_score("riddles", "42", "42")

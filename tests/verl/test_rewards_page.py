@@ -21,7 +21,7 @@ from verl.trainer.ppo.reward_ledger import RewardLedger
 from verl.trainer.preflight import reward_manager_problems
 from verl.utils.import_utils import import_external_libs
 from verl.utils.reward_score.code_answers import compute_score
-from verl.utils.reward_score.default import CODE_SOURCES
+from verl.utils.reward_score.default import DEFAULT_SOURCES
 from verl.utils.reward_score.scoring_pool import ScoringJob, ScoringPool
 from verl.workers.config import CustomRewardFunctionConfig
 from verl.workers.reward_manager import MANAGERS, GradedSample
@@ -91,7 +91,7 @@ def test_the_sections_are_sections_and_each_key_exists() -> None:
     values = {"reward_model.ledger": "off", "reward_model.reward_manager": "naive"}
     problems = validate_config(load_config([f"{key}={values.get(key, 3)}" for key in keys]))
     assert keys and not [problem for problem in problems if "reward_model" in problem]
-    assert all(f"`{source}`" in PAGE for source in CODE_SOURCES)
+    assert all(f"`{source}`" in PAGE for source in DEFAULT_SOURCES)
 
 
 def test_the_tests_of_a_program_have_the_form_that_is_shown() -> None:

@@ -21,7 +21,7 @@ from verl.trainer.ppo.observers import steps_of
 from verl.trainer.ppo.saved_rollouts import FILES
 from verl.utils.parquet import data_sources, schema_problems
 from verl.utils.reward_score import code_answers
-from verl.utils.reward_score.default import CODE_SOURCES, has_default
+from verl.utils.reward_score.default import DEFAULT_SOURCES, has_default, runs_programs
 from verl.utils.reward_score.functions import DEFAULT_FUNCTION, RewardFunctionSpec, function_of, load_reward_function
 from verl.utils.reward_score.sandbox import missing_protection
 from verl.utils.trackers import missing_packages
@@ -213,17 +213,19 @@ def _source_problems(config: PPOTrainerConfig) -> Iterator[str]:
         yield (
             f"no reward function for the data source {_listed(without)}: custom_reward_function.path is empty; give "
             "the Python file of a reward function there or in custom_reward_function.by_data_source (without one: "
-            f"{', '.join(CODE_SOURCES)})"
+            f"{', '.join(DEFAULT_SOURCES)})"
         )
-    if any(_runs_programs(chosen[source]) for source in sources if source not in without):
+    if any(_runs_programs(chosen[source], source) for source in sources if source not in without):
         missing = missing_protection()
         if missing:
             yield missing
 
 
-def _runs_programs(spec: RewardFunctionSpec) -> bool:
-    """Whether one of our own functions runs programs; a user's function is not known to."""
-    return spec == DEFAULT_FUNCTION or Path(spec.path) == Path(code_answers.__file__)
+def _runs_programs(spec: RewardFunctionSpec, source: str) -> bool:
+    """Whether one of our own functions runs a source's programs; a user's function is not known to."""
+    if spec == DEFAULT_FUNCTION:
+        return runs_programs(source)
+    return Path(spec.path) == Path(code_answers.__file__)
 
 
 def _listed(names: list[str], most: int = 8) -> str:
