@@ -177,8 +177,10 @@ def test_the_plans_of_256_dies(
     }
     for variable, value in environment.items():
         monkeypatch.setenv(variable, value)
-    assert launch.main(["r1_zero", "--print-plan"]) == 0
+    unused = "actor_rollout_ref.model.use_fused_kernels=True"
+    assert launch.main(["r1_zero", "--print-plan", unused]) == 0
     plan = capsys.readouterr().out
+    assert plan.count("taken without effect:") == 1 and f"  {unused}: trainer.train_ops decides" in plan
     assert "16 x 16 npu devices" in plan and plan.count("-m ray.scripts.scripts start --block") == 16
     assert "training: TP4 PP8 DP8 EP32, layers per stage 7,7,8,8,8,8,8,7" in plan
     assert rollout in plan

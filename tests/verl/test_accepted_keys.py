@@ -28,7 +28,7 @@ from verl.trainer.config import (
     without_effect_block,
 )
 from verl.trainer.config.fixed_keys import FIXED_KEYS
-from verl.trainer.config.load import known_keys
+from verl.trainer.config.load import _NOT_OF_REFERENCE, known_keys
 from verl.trainer.config.upstream_keys import ASYNC_KEYS, MOVED_KEYS, REPLACED_VALUES
 from verl.workers.config import overrides
 from verl.workers.config.values import Section
@@ -181,6 +181,9 @@ def test_the_lengths_of_fully_async_scripts_become_steps() -> None:
     assert config.data.train_batch_size == 32
     assert config.trainer.total_training_steps == 204800 // 32
     assert config.trainer.test_freq == 20 * 4
+    saves = ["async_training.trigger_parameter_sync_step=4", "trainer.save_freq=10", "rollout.total_epochs=3"]
+    assert load_config([schedule, *saves]).trainer.save_freq == 12
+    assert _taken(schedule, *saves) == {"trainer.save_freq": "rounded up to whole weight syncs of 4 steps"}
     both = _taken(schedule, "rollout.total_epochs=3", "trainer.total_epochs=5")
     assert both == {"trainer.total_epochs": "rollout.total_epochs is given, and decides"}
     assert load_config([schedule, "rollout.total_epochs=3", "trainer.total_epochs=5"]).trainer.total_epochs == 3
@@ -195,7 +198,8 @@ def test_the_lengths_of_fully_async_scripts_become_steps() -> None:
 def test_keys_that_repeat_config_json_are_compared_with_it(tmp_path: Path) -> None:
     scaling = {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32}
     raw = {"kv_lora_rank": 512, "rope_scaling": scaling | {"original_max_position_embeddings": 4096}}
-    (tmp_path / "config.json").write_text(json.dumps(raw | {"rope_theta": 10000, "max_position_embeddings": 163840}))
+    raw |= {"rope_theta": 10000, "max_position_embeddings": 163840, "n_routed_experts": 256, "rms_norm_eps": 1e-6}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
     model = f"actor_rollout_ref.model.path={tmp_path}"
     same = {
         **dict.fromkeys(("rope_scaling_factor", "yarn_scaling_factor", "rotary_scaling_factor"), 40),
@@ -206,6 +210,9 @@ def test_keys_that_repeat_config_json_are_compared_with_it(tmp_path: Path) -> No
         "position_embedding_type": "rope",
         "rotary_base": 10000,
         "rope_scaling_original_max_position_embeddings": 4096,
+        "num_moe_experts": 256,
+        "kv_lora_rank": 512,
+        "layernorm_epsilon": "1e-6",
     }
     taken = _taken(model, *(f"+{OVERRIDE}.{key}={value}" for key, value in same.items()))
     assert taken == {f"{OVERRIDE}.{key}": "config.json of the model decides, and says the same" for key in same}
@@ -293,9 +300,20 @@ def test_only_a_near_key_is_suggested(key: str, near: str | None) -> None:
     ]
 
 
-def test_the_reference_reports_keys_of_training() -> None:
-    assert _taken(f"{REF}.grad_offload=True") == {f"{REF}.grad_offload": "the reference is not trained"}
-    assert _taken(f"{ACTOR}.grad_offload=True") == {}
+def test_every_key_of_the_reference_is_read_or_must_be_the_actors_or_is_reported() -> None:
+    """``megatron_workers.py`` builds the reference's model from what it reads here."""
+    read = {"dtype", "seed", "fix_router", "use_dist_checkpointing", "dist_checkpointing_path", "load_weight"}
+    read |= {"override_transformer_config"}
+    keys = {key.removeprefix(f"{REF}.") for key in known_keys() if key.startswith(f"{REF}.")}
+    reported = _NOT_OF_REFERENCE.keys()
+    for key, reason in _NOT_OF_REFERENCE.items():
+        assert _taken(f"{REF}.{key}={'{}' if 'ddp' in key else 'False'}") == {f"{REF}.{key}": reason}
+    assert _taken(f"{ACTOR}.grad_offload=True", f"{ACTOR}.param_offload=True") == {}
+    for key in keys - read - reported:
+        value = {"num_layer_list": "[7]", "moe_tp_extend_ep": "True"}.get(key, "2")
+        given = [f"{ACTOR}.tensor_model_parallel_size=4", "trainer.n_gpus_per_node=4", f"{REF}.{key}={value}"]
+        problems = validate_config(load_config([*RUNNABLE, *given]))
+        assert any("needs the same layout" in problem for problem in problems), (key, problems)
 
 
 def test_the_block_is_logged_once_at_start(caplog: pytest.LogCaptureFixture) -> None:

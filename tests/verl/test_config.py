@@ -52,14 +52,14 @@ def test_defaults_follow_the_keys_they_derive_from() -> None:
             "data.max_prompt_length=100",
             "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=3",
             "actor_rollout_ref.actor.megatron.expert_model_parallel_size=4",
-            "actor_rollout_ref.ref.megatron.param_offload=True",
+            "actor_rollout_ref.ref.megatron.seed=7",
         ]
     )
     models = config.actor_rollout_ref
     assert models.rollout.prompt_length == 100
     assert models.ref.log_prob_micro_batch_size_per_gpu == models.rollout.log_prob_micro_batch_size_per_gpu == 3
     assert models.ref.megatron.expert_model_parallel_size == 4
-    assert models.ref.megatron.param_offload and not models.actor.megatron.param_offload
+    assert (models.ref.megatron.seed, models.actor.megatron.seed) == (7, 42)
 
 
 def test_all_mistakes_come_in_one_message_with_the_nearest_key() -> None:

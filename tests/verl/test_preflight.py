@@ -90,6 +90,8 @@ def test_a_sharded_checkpoint_that_is_not_there_is_named(keys: dict[str, Any], t
     [problem] = preflight_problems(_config(keys))
     assert problem.startswith("actor_rollout_ref.actor.megatron.dist_checkpointing_path: ")
     assert str(tmp_path / "shards") in problem
+    keys["actor_rollout_ref.actor.megatron.dist_checkpointing_path"] = ""
+    assert "dist_checkpointing_path is empty; give the folder of the shards" in preflight_problems(_config(keys))[0]
 
 
 def test_everything_that_is_missing_is_listed_together(keys: dict[str, Any], tmp_path: Path) -> None:

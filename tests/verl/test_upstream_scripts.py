@@ -37,8 +37,6 @@ MODULES = {
     "recipe.r1_ascend.main_ppo",
     "verl_patches.trainer.main_ppo_npu",
 }
-# Paths that a user of the script fills in.
-FILLED = {"grpo_moonlight_16b": "actor_rollout_ref.actor.megatron.dist_checkpointing_path=/dist_ckpt"}
 # Scripts that are refused -> the missing feature, as the message names it.
 REFUSED = {"dapo_qwen3_30b_fp16": "no float16 training", "ppo_qwen2_5_05b_e2e": "there is no reward network"}
 ACCEPTED = sorted({path.stem for path in FOLDER.glob("*.args")} - REFUSED.keys())
@@ -55,7 +53,7 @@ def _arguments(name: str) -> list[str]:
     """The arguments of a script; its module is one that runs here under another name."""
     module, *arguments = (line for line in (FOLDER / f"{name}.args").read_text().splitlines() if line[0] != "#")
     assert module in MODULES
-    return arguments + ([FILLED[name]] if name in FILLED else [])
+    return arguments
 
 
 @cache

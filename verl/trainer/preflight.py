@@ -59,7 +59,12 @@ def _weight_problems(config: PPOTrainerConfig) -> Iterator[str]:
         yield from _rollout_model_problems(path)
         if not (models.actor.load_weight and engine.load_weight):
             return
-        if engine.use_dist_checkpointing:
+        if engine.use_dist_checkpointing and not engine.dist_checkpointing_path:
+            yield (
+                "actor_rollout_ref.actor.megatron.use_dist_checkpointing is True but dist_checkpointing_path is empty; "
+                "give the folder of the shards, or False to start from actor_rollout_ref.model.path"
+            )
+        elif engine.use_dist_checkpointing:
             key = "actor.megatron.dist_checkpointing_path"
             open_shards(str(engine.dist_checkpointing_path), trained_model(hf, engine))
         else:

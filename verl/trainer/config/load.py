@@ -42,9 +42,14 @@ _PROFILER = "actor_rollout_ref.actor.profiler."
 _EXTERNAL_LIB = "actor_rollout_ref.model.external_lib"
 _ACTOR, _REF = "actor_rollout_ref.actor.megatron.", "actor_rollout_ref.ref.megatron."
 _ROUTER_REPLAY = "actor_rollout_ref.actor.router_replay.mode"
-# Keys of the engine that the reference has and cannot use.
-_OF_TRAINING = ("grad_offload", "optimizer_offload", "swap_optimizer", "override_ddp_config")
-_NO_TRAINING = "the reference is not trained"
+# Keys of the engine that the reference has and does not use, and why.
+_NOT_OF_REFERENCE = {
+    **dict.fromkeys(
+        ("grad_offload", "optimizer_offload", "swap_optimizer", "override_ddp_config"), "the reference is not trained"
+    ),
+    "param_offload": "the reference is in host memory but for its own pass",
+    "sequence_parallel": "the actor's value counts for both",
+}
 _SEARCH_PATH = "hydra.searchpath="
 _NEAR = 0.6  # likeness of keys, 1 for equal ones, from which one may be a slip for the other
 _TELLING = 5  # letters of a last part that names a key whatever stands before it
@@ -205,8 +210,8 @@ def _given(leaves: dict[str, Any], taken: list[WithoutEffect]) -> dict[str, Any]
         kind = types[key]
         if value in (None, "") and kind != "Any" and "None" not in kind:
             taken.append(WithoutEffect(key, value, GIVEN_EMPTY))
-        elif key.startswith(_REF) and key.removeprefix(_REF) in _OF_TRAINING:
-            taken.append(WithoutEffect(key, value, _NO_TRAINING))
+        elif key.startswith(_REF) and (reason := _NOT_OF_REFERENCE.get(key.removeprefix(_REF))):
+            taken.append(WithoutEffect(key, value, reason))
         elif value == "" and "None" in kind:
             kept |= {} if key.startswith(_REF) else {key: None}  # the reference's keys follow the actor's
         else:

@@ -21,6 +21,33 @@ _ROPE = re.compile(
     r"(factor|beta_fast|beta_slow|mscale|mscale_all_dim|original_max_position_embeddings|type)"
     r"|(beta_fast|beta_slow|mscale|mscale_all_dim|original_max_position_embeddings)"
 )
+# Names of Megatron's TransformerConfig -> config.json's.
+_FIELDS = {
+    "multi_head_latent_attention": "latent attention",
+    "qk_layernorm": "norms of queries and keys",
+    "position_embedding_type": "kind of positions",
+    "use_rope_scaling": "rope_scaling",
+    "rope_type": "rope_scaling.type",
+    "rotary_base": "rope_theta",
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads",
+    "q_lora_rank": "q_lora_rank",
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_head_dim": "qk_nope_head_dim",
+    "qk_pos_emb_head_dim": "qk_rope_head_dim",
+    "v_head_dim": "v_head_dim",
+    "num_moe_experts": "n_routed_experts",
+    "moe_ffn_hidden_size": "moe_intermediate_size",
+    "moe_router_topk": "num_experts_per_tok",
+    "moe_router_num_groups": "n_group",
+    "moe_router_group_topk": "topk_group",
+    "moe_router_topk_scaling_factor": "routed_scaling_factor",
+    "moe_router_score_function": "scoring_func",
+    "layernorm_epsilon": "rms_norm_eps",
+}
+_OF_EVERY_MODEL = {"norms of queries and keys": True, "kind of positions": "rope"}
 _YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0}
 _REASON = "config.json of the model decides, and says the same"
 _UNREAD = "config.json of the model decides, and will be compared where it can be read"
@@ -80,29 +107,22 @@ def _differences(given: list[ModelKey], raw: Mapping[str, Any], file: Path) -> I
 def _field_of(name: str) -> str | None:
     if found := _ROPE.fullmatch(name):
         return f"rope_scaling.{found[1] or found[2]}"
-    return {
-        "multi_head_latent_attention": "kv_lora_rank",
-        "qk_layernorm": "model_type",
-        "position_embedding_type": "position_embedding_type",
-        "use_rope_scaling": "rope_scaling",
-        "rope_type": "rope_scaling.type",
-        "rotary_base": "rope_theta",
-    }.get(name)
+    return _FIELDS.get(name)
 
 
 def _value(field: str, raw: Mapping[str, Any]) -> Any:
     """What config.json says in a field, as the value that its key would have."""
     scaling = raw.get("rope_scaling") or {}
-    if field == "kv_lora_rank":
+    if field in _OF_EVERY_MODEL:
+        return _OF_EVERY_MODEL[field]
+    if field == "latent attention":
         return bool(raw.get("kv_lora_rank"))
-    if field == "model_type":
-        return True  # both families have norms of queries and keys
-    if field == "position_embedding_type":
-        return "rope"
     if field == "rope_scaling":
         return bool(scaling)
     if field == "rope_theta":
         return raw.get("rope_theta", 10000.0)
+    if not field.startswith("rope_scaling."):
+        return raw.get(field)
     name = field.removeprefix("rope_scaling.")
     if name == "type":
         return scaling.get("rope_type") or scaling.get("type") or "rope"

@@ -91,6 +91,12 @@ def _translate_async(tree: dict[str, Any]) -> tuple[list[WithoutEffect], list[st
             if value_at(tree, trained) is not None:
                 taken.append(WithoutEffect(trained, value_at(tree, trained), f"{key} is given, and decides"))
             _set(tree, trained, steps(given[key]))
+    save_freq = value_at(tree, "trainer.save_freq")
+    if given and isinstance(save_freq, int) and save_freq > 0 and save_freq % every:
+        _set(tree, "trainer.save_freq", -(-save_freq // every) * every)
+        taken.append(
+            WithoutEffect("trainer.save_freq", save_freq, f"rounded up to whole weight syncs of {every} steps")
+        )
     trains = given.get("async_training.compute_prox_log_prob")
     generated = given.get("async_training.use_rollout_log_probs")
     if trains or generated is False:

@@ -166,8 +166,6 @@ class McoreEngineConfig(Section):
             )
         if self.swap_optimizer and self.optimizer_offload:
             found.append(f"{where}: swap_optimizer and optimizer_offload exclude each other; choose one")
-        if self.use_dist_checkpointing and self.load_weight and not self.dist_checkpointing_path:
-            found.append(f"{where}.use_dist_checkpointing is True but dist_checkpointing_path is empty")
         for section, known in (
             ("override_transformer_config", overrides.TRANSFORMER_OVERRIDES),
             ("override_ddp_config", overrides.DDP_OVERRIDES),
