@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
@@ -143,6 +144,8 @@ def test_every_fixed_key_takes_upstreams_values_and_no_others() -> None:
     for pattern, (accepted, reason) in FIXED_KEYS.items():
         for role in ("actor", "ref") if ".*." in pattern else ("",):
             key = pattern.replace(".*.", f".{role}.").replace("*", "some")
+            if next(first for first in FIXED_KEYS if fnmatchcase(key, first)) != pattern:
+                continue  # an earlier pattern counts
             given[key] = ["null" if value is None else str(value) for value in accepted or ("[1]", "anything")]
             if accepted:
                 refused[key] = reason

@@ -96,7 +96,7 @@ def test_every_value_of_a_script_arrives_or_is_reported(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "feature"), REFUSED.items())
 def test_a_script_that_cannot_run_names_one_missing_feature(name: str, feature: str) -> None:
-    problems = [problem for problem in _problems(name) if "global_profiler" not in problem]
+    problems = _problems(name)
     assert problems and all(feature in problem for problem in problems), problems
 
 
@@ -116,8 +116,6 @@ def test_every_value_of_the_20_scripts_is_accepted_but_those_of_three_features()
         chosen = {key: values[min(index, len(values) - 1)] for key, values in union.items()}
         chosen["trainer.schedule"] = "fully_async"  # all keys of rollout and async_training belong to it
         chosen |= {"actor_rollout_ref.actor.ppo_mini_batch_size": "128", "async_training.require_batches": "1"}
-        for key in [key for key in chosen if key.startswith("global_profiler.")]:
-            del chosen[key]
         refused |= _refused_of(chosen)
     assert refused == REFUSED_VALUES
 
