@@ -1,6 +1,15 @@
-"""Profiling of worker processes (upstream: ``verl.utils.profiler``)."""
+"""Profiling of worker processes, timers and memory lines (upstream: ``verl.utils.profiler``)."""
 
+from verl.utils.profiler.performance import GPUMemoryLogger, log_gpu_memory_usage, marked_timer, simple_timer
 from verl.utils.profiler.profile import DistProfiler, DistProfilerExtension
 from verl.workers.config.profiler import ProfilerConfig
 
-__all__ = ["DistProfiler", "DistProfilerExtension", "ProfilerConfig"]
+__all__ = [
+    "DistProfiler",
+    "DistProfilerExtension",
+    "GPUMemoryLogger",
+    "ProfilerConfig",
+    "log_gpu_memory_usage",
+    "marked_timer",
+    "simple_timer",
+]
