@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -125,6 +126,33 @@ def test_bad_inputs_are_all_in_one_message(
     assert status == launch.BAD_INPUT
     for expected in ("OUTPUT_DIR", "is not a directory", "RAY_PORT", "missing.json: no such file", "no config.json"):
         assert expected in message
+
+
+def test_a_users_own_files_are_checked_with_everything_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Reward function, checkpoint and model in one message, before a process starts; nothing follows from the model."""
+    (tmp_path / "model").mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "model" / name).write_text("{}")
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 32}))
+    (tmp_path / "reward.py").write_text("def score(data_source, solution_str): return 1.0")
+    environment = {"MODEL_PATH": tmp_path / "model", "JSON_PATH": tmp_path / "no.json", "OUTPUT_DIR": tmp_path / "out"}
+    reward = f"custom_reward_function.path={tmp_path / 'reward.py'}"
+    resume = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/run/global_step_7")
+    given = {name: str(path) for name, path in environment.items()}
+    assert launch_with(monkeypatch, given, reward, *resume) == launch.BAD_INPUT
+    message = capsys.readouterr().out
+    problems = [line for line in message.splitlines() if "- " in line]
+    assert len(problems) == 4, message
+    for expected in (
+        "no.json: no such file",
+        "model_type 'llama' is not supported; supported: deepseek_v3",
+        "reward.py defines no 'compute_score'; it defines score",
+        f"global_step_7 does not exist; there is no complete checkpoint in {tmp_path / 'run'}",
+    ):
+        assert expected in message
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_port_taken_while_weights_were_prepared_is_named(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from mindspeed_llm.hf_checkpoint import open_hf
 from mindspeed_llm.load_weights import open_shards
 from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.config.data import file_list
-from verl.trainer.ppo.checkpointing import checkpoints
+from verl.trainer.ppo.checkpointing import checkpoints, resume_problem
 from verl.trainer.ppo.filter_groups import load_filter
 from verl.trainer.ppo.observers import steps_of
 from verl.trainer.ppo.saved_rollouts import FILES
@@ -118,6 +118,8 @@ def _output_problems(config: PPOTrainerConfig) -> Iterator[str]:
         problem = writable_problem(path)
         if problem:
             yield f"trainer.{key}: {problem}"
+    if config.trainer.resume_mode == "resume_path" and (wrong := resume_problem(str(config.trainer.resume_from_path))):
+        yield wrong
     root = config.trainer.default_local_dir
     if config.trainer.resume_mode == "disable" and (earlier := checkpoints(root)):
         yield (

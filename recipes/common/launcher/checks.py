@@ -7,15 +7,19 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+from hf_formats.config import read_config_dict
+from hf_formats.families import model_family
 from recipes.common.base_model import TINY_MODEL
 from recipes.common.launcher import network
 from recipes.common.launcher.job import Job, has_shards, is_fp8, model_dimensions
 from recipes.common.launcher.settings import NodeRole
 from recipes.common.launcher.stages import stages
 from recipes.common.recipe import Recipe
+from verl.trainer.config.config import PPOTrainerConfig
 from verl.trainer.config.data import file_list
 from verl.trainer.config.validate import validate_config
 from verl.utils.parquet import schema_problems
+from verl.utils.reward_score.static_check import file_problem
 
 LEAST_FREE_BYTES = 2**30
 
@@ -37,7 +41,28 @@ def problems(job: Job, role: NodeRole) -> list[str]:
         if settings.model_path is not None:
             found += model_problems(job, settings.model_path)
         found += parquet_problems(job)
+        found += [*reward_problems(job), *resume_problems(job)]
     return found
+
+
+def reward_problems(job: Job) -> list[str]:
+    """Faults of the reward functions' files; the driver's own check runs them, once the data is there."""
+    custom, where = job.config.custom_reward_function, "custom_reward_function"
+    named = {} if custom.default is None else {f"{where}.path": custom.default}
+    named |= {f"{where}.by_data_source.{source}": spec for source, spec in custom.sources.items()}
+    found = {key: file_problem(spec) for key, spec in named.items()}
+    return [f"{key}: {problem}" for key, problem in found.items() if problem is not None]
+
+
+def resume_problems(job: Job) -> list[str]:
+    """Whether the checkpoint that the user names is there and complete."""
+    trainer = job.config.trainer
+    if trainer.resume_mode != "resume_path" or not trainer.resume_from_path:
+        return []
+    from verl.trainer.ppo.checkpointing import resume_problem  # it imports torch
+
+    problem = resume_problem(trainer.resume_from_path)
+    return [] if problem is None else [problem]
 
 
 def input_problems(recipe: Recipe, path: Path) -> list[str]:
@@ -104,12 +129,13 @@ def parquet_problems(job: Job) -> list[str]:
 
 def config_problems(job: Job) -> list[str]:
     """Faults of the config, also for a model whose BF16 form does not exist yet: the tiny one, or a quantised one."""
-    found = validate_config(job.config)
     path, dims = job.settings.model_path, model_dimensions(job.settings)
+    if path is not None and family_problem(path):
+        return validate_config(_with_model(job, path / "unsupported"))  # reported; what follows from it is not advice
+    found = validate_config(job.config)
     if path is not None and not is_fp8(path):
         return found
-    model = replace(job.config.actor_rollout_ref.model, path=str(path or TINY_MODEL))
-    with_model = replace(job.config, actor_rollout_ref=replace(job.config.actor_rollout_ref, model=model))
+    with_model = _with_model(job, path or TINY_MODEL)
     where = f"MODEL_PATH {path}" if path else "without MODEL_PATH the model is the tiny one"
     size = f"({dims.get('num_hidden_layers')} layers, {dims.get('n_routed_experts')} experts)"
     advice = "change the layout" if path else "set MODEL_PATH, or change the layout"
@@ -117,11 +143,29 @@ def config_problems(job: Job) -> list[str]:
     return [*found, *(f"{where} {size}: {problem}; {advice}" for problem in of_model)]
 
 
+def _with_model(job: Job, path: Path) -> PPOTrainerConfig:
+    models = job.config.actor_rollout_ref
+    return replace(job.config, actor_rollout_ref=replace(models, model=replace(models.model, path=str(path))))
+
+
+def family_problem(path: Path) -> str | None:
+    """Why the engines do not know the model of an HF directory; None when they do, or without a config.json."""
+    if not (path / "config.json").is_file():
+        return None
+    try:
+        model_family(read_config_dict(path), str(path / "config.json"))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def model_problems(job: Job, path: Path) -> list[str]:
     """Missing files and missing or truncated shards of an HF directory."""
     wanted = ("config.json", "tokenizer.json", "tokenizer_config.json")
     if missing := [name for name in wanted if not (path / name).is_file()]:
         return [f"MODEL_PATH {path} has no {' and no '.join(missing)}; expected a Hugging Face model directory"]
+    if problem := family_problem(path):
+        return [f"MODEL_PATH: {problem}"]
     if not job.needs_weights:
         return []
     from mindspeed_llm.hf_checkpoint import HFCheckpoint  # it imports torch

@@ -107,6 +107,22 @@ def complete_checkpoints(root: str) -> Iterator[Checkpoint]:
             logger.warning("%s is incomplete and not used", checkpoint.directory)
 
 
+def resume_problem(path: str) -> str | None:
+    """Why a run cannot be resumed from the folder ``path``, with those beside it that it could be resumed from."""
+    directory = Path(path).expanduser()
+    named = _STEP.fullmatch(directory.name) is not None
+    if named and Checkpoint(directory).is_complete:
+        return None
+    if not directory.is_dir():
+        what = "does not exist"
+    else:
+        what = "is not complete" if named else "is no folder global_step_N"
+    root = directory if not named and checkpoints(str(directory)) else directory.parent
+    there = [checkpoint.directory.name for checkpoint in checkpoints(str(root)) if checkpoint.is_complete]
+    instead = f"{root} has {', '.join(there)}" if there else f"there is no complete checkpoint in {root}"
+    return f"trainer.resume_from_path: {directory} {what}; {instead}"
+
+
 def find_latest_ckpt_path(root: str, problems_of: Callable[[Checkpoint], list[str]] | None = None) -> Checkpoint | None:
     """The newest complete checkpoint in which ``problems_of``, which reads all of it, finds no damage."""
     for checkpoint in complete_checkpoints(root):

@@ -71,9 +71,10 @@ class RunCheckpoints:
         if config.resume_mode == "disable":
             return 0
         if config.resume_mode == "resume_path":
-            checkpoint = checkpointing.Checkpoint(Path(str(config.resume_from_path)))
-            problems = self._problems_of(checkpoint) if checkpoint.is_complete else ["it is not complete"]
-            if problems:
+            if problem := checkpointing.resume_problem(str(config.resume_from_path)):
+                raise ValueError(problem)
+            checkpoint = checkpointing.Checkpoint(Path(str(config.resume_from_path)).expanduser())
+            if problems := self._problems_of(checkpoint):
                 raise ValueError(f"trainer.resume_from_path: {checkpoint.directory}: {'; '.join(problems)}")
         else:
             found = checkpointing.find_latest_ckpt_path(config.default_local_dir, self._problems_of)

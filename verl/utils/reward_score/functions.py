@@ -87,17 +87,31 @@ def load_reward_function(spec: RewardFunctionSpec) -> RewardFunction:
     if not callable(function):
         raise ValueError(f"{where} is a {type(function).__name__}; expected a function")
     signature = inspect.signature(function)
-    names = list(signature.parameters)
-    is_batched = bool(names) and names[0] == BATCHED[0]
-    expected = BATCHED if is_batched else SINGLE
-    is_by_name = _binds(signature, (), {**dict.fromkeys(expected), **spec.kwargs})
-    if not is_by_name and not _binds(signature, expected, spec.kwargs):
-        given = f" with the reward_kwargs {', '.join(spec.kwargs)}" if spec.kwargs else ""
-        raise ValueError(
-            f"{where}{signature} cannot be called{given}; expected {_FORMS}, and a parameter for each kwarg"
-        )
+    if problem := signature_problem(spec, signature):
+        raise ValueError(problem)
+    is_batched = _is_batched(signature)
+    is_by_name = _binds_by_name(signature, spec)
     is_async = inspect.iscoroutinefunction(function)
     return RewardFunction(function, spec.kwargs, is_batched, is_async, is_by_name, version)
+
+
+def signature_problem(spec: RewardFunctionSpec, signature: inspect.Signature) -> str | None:
+    """Why a function with this signature cannot be called for a sample, or for a batch; None when it can."""
+    expected = BATCHED if _is_batched(signature) else SINGLE
+    if _binds_by_name(signature, spec) or _binds(signature, expected, spec.kwargs):
+        return None
+    given = f" with the reward_kwargs {', '.join(spec.kwargs)}" if spec.kwargs else ""
+    where = f"{spec.name} of {spec.path}"
+    return f"{where}{signature} cannot be called{given}; expected {_FORMS}, and a parameter for each kwarg"
+
+
+def _is_batched(signature: inspect.Signature) -> bool:
+    return next(iter(signature.parameters), "") == BATCHED[0]
+
+
+def _binds_by_name(signature: inspect.Signature, spec: RewardFunctionSpec) -> bool:
+    names = BATCHED if _is_batched(signature) else SINGLE
+    return _binds(signature, (), {**dict.fromkeys(names), **spec.kwargs})
 
 
 async def gather(function: RewardFunction, samples: Sequence[Sequence[Any]], timeout_s: float) -> list[Any]:
