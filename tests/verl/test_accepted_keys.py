@@ -244,6 +244,7 @@ def test_max_position_embeddings_can_only_be_lowered(tmp_path: Path) -> None:
         ("actor_rollout_ref.rollout.do_sample=False", "training always samples"),
         ("actor_rollout_ref.rollout.load_format=gguf", "weights always come from the trainer"),
         ("reward_model.enable=True", "there is no reward network"),
+        ("critic.enable=True", "no estimator here uses a critic network"),
         ("trainer.critic_warmup=5", "no estimator here uses a critic network"),
         (f"{ACTOR}.dtype=float16", "no float16 training"),
         ("actor_rollout_ref.rollout.dtype=float16", "no float16 training"),

@@ -49,7 +49,7 @@ REFUSED_VALUES = {
 }
 
 
-def _arguments(name: str) -> list[str]:
+def script_arguments(name: str) -> list[str]:
     """The arguments of a script; its module is one that runs here under another name."""
     module, *arguments = (line for line in (FOLDER / f"{name}.args").read_text().splitlines() if line[0] != "#")
     assert module in MODULES
@@ -58,7 +58,7 @@ def _arguments(name: str) -> list[str]:
 
 @cache
 def _resolve(name: str, *more: str) -> tuple[CommandLine, PPOTrainerConfig, list[WithoutEffect]]:
-    args = read_command_line([*_arguments(name), *more])
+    args = read_command_line([*script_arguments(name), *more])
     composed = compose_config(args.overrides, config_name=args.config_name, config_dir=args.config_dir)
     return args, *resolve_config(composed)
 
@@ -190,6 +190,6 @@ def test_config_path_is_relative_to_the_program_then_to_the_current_folder(
 
 
 def test_cfg_job_prints_the_resolved_config() -> None:
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", *_arguments("grpo_qwen2_7b"), "--cfg", "job"]
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *script_arguments("grpo_qwen2_7b"), "--cfg", "job"]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert "experiment_name: qwen2_7b_megatron" in shown.stdout and shown.stdout.startswith("data:")

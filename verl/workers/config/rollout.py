@@ -48,8 +48,8 @@ class RolloutConfig(Section):
         dtype: dtype of weights and cache.
         gpu_memory_utilization: share of the device's memory for weights and cache together.
         ignore_eos: generate every response to its full length; for throughput measurements only.
-        enforce_eager: decode without captured graphs; absent means graphs where the device and its software can capture
-            them, and a line in the log where they cannot.
+        enforce_eager: decode without captured graphs; False and absent mean graphs where the device and its software
+            can capture them, and a line in the log where they cannot.
         cudagraph_capture_sizes: numbers of sequences that graphs are captured for; absent means powers of two up to
             ``max_num_seqs``, on an NPU ``max_num_seqs`` alone.
         quantization: ``fp8`` keeps linear weights in e4m3 blocks of 128 x 128, quantised as they arrive; ``dequantize``

@@ -158,6 +158,7 @@ def _engine_arguments(config: RolloutConfig, model_path: str, num_ranks: int) ->
         "distributed_executor_backend": "external_launcher",
         "max_model_len": config.context_length,
         "enable_sleep_mode": True,
+        "enforce_eager": config.enforce_eager or None,
         "enable_expert_parallel": config.enable_expert_parallel and has_experts,
         "enable_return_routed_experts": config.enable_rollout_routing_replay,
         "force_load_balancing": config.fix_router,
