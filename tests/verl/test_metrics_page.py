@@ -75,7 +75,7 @@ def test_metrics_of_a_batch_are_there() -> None:
         **metric_utils.compute_timing_metrics(batch, timing),
         **metric_utils.compute_throughout_metrics(batch, timing, 2),
         **metric_utils.compute_reward_metrics(parts, "reward"),
-        **metric_utils.process_validation_metrics(sources, parts, lengths, 8),
+        **metric_utils.compute_validation_metrics(sources, parts, lengths, 8),
         **metric_utils.compute_set_metrics(np.array(["a", "b"] * 2, dtype=object), parts, lengths),
     }
     assert len(made) > 40 and undocumented(made) == []

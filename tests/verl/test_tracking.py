@@ -18,11 +18,11 @@ from verl.trainer.ppo.metric_utils import (
     compute_data_metrics,
     compute_throughout_metrics,
     compute_timing_metrics,
-    process_validation_metrics,
+    compute_validation_metrics,
 )
 from verl.trainer.ppo.schedules.generation import sampling_seeds
 from verl.utils.metrics_file import console_line
-from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
+from verl.utils.partitions import get_seqlen_balanced_partitions
 from verl.utils.tracking import Tracking
 
 
@@ -139,13 +139,13 @@ def test_batch_metrics_carry_verls_names() -> None:
     timing = compute_timing_metrics(_batch(), {"gen": 1.0, "update_actor": 2.0, "step": 4.0})
     assert timing["timing_per_token_ms/gen"] == pytest.approx(1000 / 5)
     assert timing["timing_per_token_ms/update_actor"] == pytest.approx(2000 / 8)
-    assert compute_throughout_metrics(_batch(), {"step": 4.0}, n_devices=2)["perf/throughput"] == 1.0
+    assert compute_throughout_metrics(_batch(), {"step": 4.0}, n_gpus=2)["perf/throughput"] == 1.0
 
 
 def test_validation_metrics_are_split_by_source() -> None:
     sources = np.array(["a", "b", "a"], dtype=object)
     parts = {"score": np.array([1.0, 0.0, 0.5]), "accuracy": np.array([1.0, 0.0, 0.0])}
-    metrics = process_validation_metrics(sources, parts, torch.tensor([1, 2, 3]), n=1)
+    metrics = compute_validation_metrics(sources, parts, torch.tensor([1, 2, 3]), n=1)
     assert metrics["val/score"] == pytest.approx(0.5)
     assert metrics["val-core/a/reward/mean@1"] == pytest.approx(0.75)
     assert metrics["val-core/b/acc/mean@1"] == 0.0

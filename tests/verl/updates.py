@@ -20,7 +20,7 @@ from tests.mindspeed_llm.gradients import hf_gradients
 from tests.mindspeed_llm.tiny import tiny_hf_config
 from verl.protocol import DataProto
 from verl.trainer.config import RolloutCorrectionConfig
-from verl.utils.seqlen_balancing import balanced_order
+from verl.utils.partitions import balanced_order
 from verl.workers.actor import MegatronPPOActor
 from verl.workers.config import ActorConfig
 

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.core.parallel_layout import ParallelLayout
 from megatron.core.parallel_state import GROUP_AXES, destroy_model_parallel, group_ranks, initialize_from_layout
-from verl.utils.seqlen_balancing import balanced_order, partitions_within
+from verl.utils.partitions import balanced_order, partitions_within
 
 NUM_LAYERS, ROWS_PER_REPLICA, MAX_TOKENS = 61, 1024, 8192
 LAYOUTS = {

@@ -1,135 +1,143 @@
-"""Partitions rows to nearly equal total lengths, over data-parallel ranks and over micro-batches."""
+"""Micro-batches of at most so many tokens, and upstream's names of ``verl.utils.partitions``.
+
+The trainer's own actor packs rows (``verl.workers.actor.megatron_actor.split_rows``); the functions on batches here are
+for workers of the user's.
+"""
 
 from __future__ import annotations
 
-import bisect
-import heapq
-import random
+import copy
 from collections.abc import Sequence
+from itertools import chain
+from typing import Any
 
-# One partition under construction: (minus its tokens, lowest row, its rows); the natural order is by falling sum.
-_Part = tuple[int, int, list[int]]
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch import Tensor
+
+from verl.protocol import DataProto
+from verl.utils.partitions import (
+    get_seqlen_balanced_partitions,
+    greedy_partition,
+    karmarkar_karp,
+    log_seqlen_unbalance,
+    partitions_within,
+    split_to,
+)
+
+__all__ = [
+    "calculate_workload",
+    "ceildiv",
+    "get_reverse_idx",
+    "get_seqlen_balanced_partitions",
+    "greedy_partition",
+    "karmarkar_karp",
+    "log_seqlen_unbalance",
+    "prepare_dynamic_batch",
+    "rearrange_micro_batches",
+    "restore_dynamic_batch",
+    "roundup_divisible",
+]
 
 
-def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> list[list[int]]:
-    """Indices of ``seqlen_list`` in ``k_partitions`` groups whose length sums are close (Karmarkar-Karp differencing).
+def calculate_workload(seqlen_list: Sequence[int] | Tensor) -> Tensor:
+    """24576 s + s^2 of each length s: the matrix products and the attention of a layer with 4,096 features."""
+    lengths = torch.as_tensor(seqlen_list)
+    return 24576 * lengths + lengths**2
 
-    With ``equal_size`` every group has the same number of indices. Deterministic; indices ascend within a group.
-    Raises ValueError when there are fewer rows than partitions or, with ``equal_size``, when they do not divide.
+
+def ceildiv(a: int, b: int) -> int:
+    return -(a // -b)
+
+
+def roundup_divisible(a: int, b: int) -> int:
+    """The least multiple of ``b`` that is not below ``a``."""
+    return ceildiv(a, b) * b
+
+
+def rearrange_micro_batches(
+    batch: TensorDict,
+    max_token_len: int,
+    dp_group: Any = None,
+    num_batches_divided_by: int | None = None,
+    same_micro_num_in_dp: bool = True,
+    min_num_micro_batch: int | None = None,
+    use_dynamic_bsz_balance: bool = True,
+) -> tuple[list[TensorDict], list[list[int]]]:
+    """(micro-batches, the rows of each) of at most ``max_token_len`` real tokens by ``attention_mask``.
+
+    Args:
+        batch: rows [B, ...].
+        max_token_len: the limit, at least the longest row's tokens.
+        dp_group: ranks that get the same number of micro-batches, with ``same_micro_num_in_dp``; collective over it.
+        num_batches_divided_by: a divisor of that number.
+        same_micro_num_in_dp: see ``dp_group``.
+        min_num_micro_batch: the least number.
+        use_dynamic_bsz_balance: the largest micro-batches stand in the middle, so that a pipeline fills and drains with
+            small ones.
+
+    Raises:
+        ValueError: a row is longer than the limit, or there are fewer rows than micro-batches.
     """
-    count = len(seqlen_list)
-    if count < k_partitions:
-        raise ValueError(f"{count} sequences cannot fill {k_partitions} partitions")
-    if equal_size and count % k_partitions:
-        raise ValueError(f"{count} sequences do not divide over {k_partitions} partitions of equal size")
-    order = sorted(range(count), key=lambda i: (-seqlen_list[i], i))
-    step = k_partitions if equal_size else 1
-    # A candidate solution lists its partitions by falling sum; empty ones, which come last, are left out.
-    heap: list[tuple[int, int, list[_Part]]] = []
-    for start in range(0, count, step):
-        _push(heap, [(-seqlen_list[i], i, [i]) for i in order[start : start + step]], start, k_partitions)
-    while len(heap) > 1:
-        _, first_id, left = heapq.heappop(heap)
-        _, second_id, right = heapq.heappop(heap)
-        _push(heap, _merge(left, right, k_partitions), min(first_id, second_id), k_partitions)
-    partitions = [sorted(rows) for _, _, rows in heap[0][2]]
-    partitions += [[] for _ in range(k_partitions - len(partitions))]
-    return partitions if equal_size else _fill_empty(partitions, seqlen_list)
+    lengths = [int(length) for length in batch["attention_mask"].sum(-1)]
+    if max(lengths) > max_token_len:
+        raise ValueError(f"a row has {max(lengths)} tokens, more than max_token_len {max_token_len}")
+    parts = partitions_within(lengths, max_token_len)
+    count = max(len(parts), min_num_micro_batch or 1)
+    if dist.is_initialized() and same_micro_num_in_dp and dp_group is not None:
+        device = batch["attention_mask"].device if dist.get_backend(dp_group) != "gloo" else "cpu"
+        counts = torch.tensor([count], device=device)
+        dist.all_reduce(counts, op=dist.ReduceOp.MAX, group=dp_group)
+        count = int(counts)
+    if num_batches_divided_by is not None:
+        count = roundup_divisible(count, num_batches_divided_by)
+    if count > len(lengths):
+        raise ValueError(f"{len(lengths)} rows cannot fill {count} micro-batches")
+    parts = [sorted(part) for part in split_to(parts, lengths, count)]
+    loads = calculate_workload(lengths).tolist()
+    parts.sort(key=lambda part: (sum(loads[row] for row in part), part), reverse=True)
+    if use_dynamic_bsz_balance:
+        parts = parts[::2][::-1] + parts[1::2]
+    return [batch[part] for part in parts], parts
 
 
-def balanced_order(
-    seqlen_list: Sequence[int],
-    num_ranks: int,
-    rows_per_mini_batch: int,
-    *,
-    balance: bool = True,
-    shuffle_seed: int | None = None,
-) -> list[int]:
-    """Returns an order of the rows in which each of ``num_ranks`` equal parts is one rank's share of each mini-batch.
-
-    A mini-batch is the next ``rows_per_mini_batch`` rows of the batch (with a seed: of the shuffled batch), whatever
-    the number of ranks: an update learns from the same rows in every layout. Its rows are assigned to ranks by length,
-    or in order without ``balance``.
-    """
-    order = list(range(len(seqlen_list)))
-    if shuffle_seed is not None:
-        random.Random(shuffle_seed).shuffle(order)
-    shares: list[list[int]] = [[] for _ in range(num_ranks)]
-    for first in range(0, len(order), rows_per_mini_batch):
-        lengths = [seqlen_list[row] for row in order[first : first + rows_per_mini_batch]]
-        if balance:
-            parts = get_seqlen_balanced_partitions(lengths, num_ranks, equal_size=True)
-        else:
-            size = len(lengths) // num_ranks
-            parts = [list(range(rank * size, (rank + 1) * size)) for rank in range(num_ranks)]
-        for share, part in zip(shares, parts, strict=True):
-            share.extend(order[first + row] for row in part)
-    return [row for share in shares for row in share]
+def get_reverse_idx(idx_map: Sequence[int]) -> list[int]:
+    """The permutation that undoes ``idx_map``."""
+    reverse = [0] * len(idx_map)
+    for place, index in enumerate(idx_map):
+        reverse[index] = place
+    return reverse
 
 
-def partitions_within(seqlen_list: Sequence[int], max_sum: int) -> list[list[int]]:
-    """Returns few partitions of balanced sums, none above ``max_sum`` except those of a single longer row.
-
-    Best-fit decreasing finds how many are needed; if balancing that many breaks the limit, its partitions are used.
-    """
-    if not seqlen_list:
-        return []
-    rooms: list[int] = []  # free tokens of each open partition, ascending
-    names: list[int] = []  # the partition that each entry of ``rooms`` belongs to
-    fitted: list[list[int]] = []
-    for row in sorted(range(len(seqlen_list)), key=lambda i: (-seqlen_list[i], i)):
-        index = bisect.bisect_left(rooms, seqlen_list[row])
-        if index == len(rooms):
-            fitted.append([row])
-            room, name = max_sum - seqlen_list[row], len(fitted) - 1
-        else:
-            name, room = names.pop(index), rooms.pop(index) - seqlen_list[row]
-            fitted[name].append(row)
-        index = bisect.bisect_left(rooms, room)
-        rooms.insert(index, room)
-        names.insert(index, name)
-    balanced = get_seqlen_balanced_partitions(seqlen_list, len(fitted), equal_size=False)
-    is_within = all(len(part) == 1 or sum(seqlen_list[row] for row in part) <= max_sum for part in balanced)
-    return balanced if is_within else [sorted(part) for part in fitted]
-
-
-def split_to(partitions: Sequence[list[int]], seqlen_list: Sequence[int], count: int) -> list[list[int]]:
-    """Splits the heaviest partition in two until there are ``count``, or until each is a single row."""
-    single = [part for part in partitions if len(part) == 1]
-    heap = [(-sum(seqlen_list[row] for row in part), part) for part in partitions if len(part) > 1]
-    heapq.heapify(heap)
-    while heap and len(heap) + len(single) < count:
-        _, part = heapq.heappop(heap)
-        lengths = [seqlen_list[row] for row in part]
-        for rows in get_seqlen_balanced_partitions(lengths, 2, equal_size=False):
-            half = [part[row] for row in rows]
-            if len(half) == 1:
-                single.append(half)
-            else:
-                heapq.heappush(heap, (-sum(seqlen_list[row] for row in half), half))
-    return single + [part for _, part in heap]
+def prepare_dynamic_batch(
+    data: DataProto,
+    max_token_len: int,
+    dp_group: Any = None,
+    num_batches_divided_by: int | None = None,
+    same_micro_num_in_dp: bool = True,
+    min_num_micro_batch: int | None = None,
+    use_dynamic_bsz_balance: bool = True,
+) -> tuple[list[DataProto], list[list[int]]]:
+    """``rearrange_micro_batches`` of a whole batch, objects and settings included."""
+    _, parts = rearrange_micro_batches(
+        data.batch,
+        max_token_len,
+        dp_group,
+        num_batches_divided_by,
+        same_micro_num_in_dp,
+        min_num_micro_batch,
+        use_dynamic_bsz_balance,
+    )
+    found = [data.select_idxs(part) for part in parts]
+    for micro in found:
+        micro.meta_info = copy.copy(data.meta_info)
+    return found, parts
 
 
-def _merge(left: list[_Part], right: list[_Part], num_partitions: int) -> list[_Part]:
-    """Joins the largest sums of one with the smallest of the other; with room for all, none are joined."""
-    num_alone = max(num_partitions - len(right), 0)  # the first of ``left`` meet empty partitions of ``right``
-    met = [
-        (a + b, min(first, second), [*rows, *others])
-        for (a, first, rows), (b, second, others) in zip(left[num_alone:], reversed(right), strict=False)
-    ]
-    merged = left[:num_alone] + met + right[: len(right) - len(met)]
-    merged.sort()
-    return merged
-
-
-def _push(heap: list[tuple[int, int, list[_Part]]], parts: list[_Part], tie: int, num_partitions: int) -> None:
-    smallest = parts[-1][0] if len(parts) == num_partitions else 0
-    heapq.heappush(heap, (parts[0][0] - smallest, tie, parts))
-
-
-def _fill_empty(partitions: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
-    for group in partitions:
-        if not group:
-            donor = max((g for g in partitions if len(g) > 1), key=lambda g: sum(lengths[i] for i in g))
-            group.append(donor.pop())
-    return partitions
+def restore_dynamic_batch(data: Tensor, batch_idx_list: Sequence[Sequence[int]]) -> Tensor:
+    """Rows [B, ...] of the micro-batches, one after another, in the order of the batch."""
+    order = list(chain.from_iterable(batch_idx_list))
+    if len(order) != len(data):
+        raise ValueError(f"{len(data)} rows, but the micro-batches have {len(order)}")
+    return data[torch.tensor(get_reverse_idx(order))]

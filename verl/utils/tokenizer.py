@@ -2,21 +2,64 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
+__all__ = ["hf_processor", "hf_tokenizer", "set_pad_token_id"]
 
-def hf_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer in ``path``; no code from the directory is executed. Its pad token defaults to its end token."""
-    from transformers import AutoTokenizer
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
-    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    if tokenizer.eos_token_id is None:
-        raise ValueError(
-            f"the tokenizer in {path} has no end-of-sequence token; set eos_token in tokenizer_config.json"
-        )
+
+def set_pad_token_id(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Makes the end token the pad token where there is none."""
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+
+
+def hf_tokenizer(
+    name_or_path: str, correct_pad_token: bool = True, correct_gemma2: bool = True, **kwargs: Any
+) -> PreTrainedTokenizerBase:
+    """The tokenizer in ``name_or_path``; no code from the directory is executed, whatever ``trust_remote_code`` says.
+
+    Args:
+        name_or_path: a directory, or a name that transformers knows.
+        correct_pad_token: the pad token defaults to the end token.
+        correct_gemma2: the end token of Gemma 2's chat models is the one that ends a turn.
+        kwargs: of ``AutoTokenizer.from_pretrained``.
+
+    Raises:
+        ValueError: it has no end token.
+    """
+    from transformers import AutoTokenizer
+
+    if kwargs.pop("trust_remote_code", False):
+        logger.info("trust_remote_code=True: the tokenizer in %s is read without executing its code", name_or_path)
+    if correct_gemma2 and "gemma-2-2b-it" in str(name_or_path):
+        kwargs.setdefault("eos_token", "<end_of_turn>")
+    tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False, **kwargs)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"the tokenizer in {name_or_path} has no end-of-sequence token; set eos_token in tokenizer_config.json"
+        )
+    if correct_pad_token:
+        set_pad_token_id(tokenizer)
     return tokenizer
+
+
+def hf_processor(name_or_path: str, **kwargs: Any) -> None:
+    """None: a text model has no processor, and others are not trained here.
+
+    Raises:
+        ValueError: the directory has a processor of images, videos or sounds.
+    """
+    found = [name for name in _PROCESSOR_FILES if (Path(name_or_path).expanduser() / name).is_file()]
+    if found:
+        raise ValueError(
+            f"{name_or_path} has {' and '.join(found)}: a model of images, videos or sounds; only models of text are "
+            "trained here"
+        )

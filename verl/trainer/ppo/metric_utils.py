@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,8 +12,27 @@ from torch import Tensor
 
 from verl.protocol import DataProto
 from verl.trainer.config.config import TokenLimit
+from verl.trainer.ppo.validation_statistics import bootstrap_metric, calc_maj_val, process_validation_metrics
 from verl.utils.megatron.packed_batch import padded_lengths
+from verl.utils.metric import reduce_metrics
 from verl.utils.timeline import Timeline, now_s
+
+__all__ = [
+    "PhaseSeconds",
+    "add_generation_times",
+    "bootstrap_metric",
+    "calc_maj_val",
+    "compute_data_metrics",
+    "compute_rank_metrics",
+    "compute_reward_metrics",
+    "compute_set_metrics",
+    "compute_throughout_metrics",
+    "compute_timing_metrics",
+    "compute_validation_metrics",
+    "marked_timer",
+    "process_validation_metrics",
+    "reduce_metrics",
+]
 
 
 class PhaseSeconds(dict[str, float]):
@@ -36,11 +56,15 @@ def marked_timer(name: str, timing: dict[str, float]) -> Iterator[None]:
             timing.timeline.add(name, start_s, end_s)
 
 
-def compute_data_metrics(batch: DataProto) -> dict[str, float]:
-    """Scores and lengths of a batch and, if it was trained on, rewards, advantages and returns of response tokens."""
+def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str, Any]:
+    """Scores and lengths of a batch and, if it was trained on, rewards, advantages and returns of response tokens.
+
+    With ``values`` of a critic, which ``use_critic=False`` leaves out, how they spread and the share of the returns'
+    variance that they explain.
+    """
     tensors = batch.batch
-    response_lengths = tensors["response_mask"].bool().sum(-1).float()
-    prompt_lengths = tensors["num_tokens"].float() - response_lengths
+    lengths = _compute_response_info(batch)
+    response_lengths, prompt_lengths = lengths["response_length"], lengths["prompt_length"]
     limit = tensors["responses"].shape[-1]
     metrics = {
         **_spread("critic/score", tensors["token_level_scores"].sum(-1)),
@@ -56,7 +80,30 @@ def compute_data_metrics(batch: DataProto) -> dict[str, float]:
         metrics |= _spread("critic/rewards", tensors["token_level_rewards"].sum(-1))
         metrics |= _spread("critic/advantages", tensors["advantages"][mask])
         metrics |= _spread("critic/returns", tensors["returns"][mask])
+        if use_critic and "values" in tensors:
+            values, returns = tensors["values"][mask], tensors["returns"][mask]
+            metrics |= _spread("critic/values", values)
+            metrics["critic/vf_explained_var"] = float(1.0 - (returns - values).var() / (returns.var() + 1e-5))
     return metrics
+
+
+def _compute_response_info(batch: DataProto) -> dict[str, Tensor]:
+    """``prompt_length`` and ``response_length`` fp32 [B], and ``response_mask`` [B, R].
+
+    Read from ``num_tokens`` and ``response_mask``; in batches without them from ``attention_mask``, whose last R
+    columns are the response.
+    """
+    tensors = batch.batch
+    width = tensors["responses"].shape[-1]
+    if "num_tokens" in tensors:
+        mask = tensors["response_mask"]
+        response_lengths = mask.bool().sum(-1).float()
+        prompt_lengths = tensors["num_tokens"].float() - response_lengths
+    else:
+        attention = tensors["attention_mask"]
+        mask, prompt_lengths = attention[:, -width:], attention[:, :-width].sum(-1).float()
+        response_lengths = mask.sum(-1).float()
+    return {"response_mask": mask, "prompt_length": prompt_lengths, "response_length": response_lengths}
 
 
 def count_samples_above(num_tokens_B: Tensor, limits: Sequence[TokenLimit], cp_size: int) -> dict[str, float]:
@@ -91,25 +138,31 @@ def add_generation_times(seconds: Mapping[int, float], timing: dict[str, float])
     return {"perf/generation_slowest_rank": float(slowest)}
 
 
-def compute_timing_metrics(batch: DataProto, timing: Mapping[str, float]) -> dict[str, float]:
+def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, Any]:
     """``timing_s/*`` and, for phases that process tokens, ``timing_per_token_ms/*``."""
-    num_response = float(batch.batch["response_mask"].sum())
-    num_all = float(batch.batch["num_tokens"].sum())
-    counts = {"gen": num_response, "old_log_prob": num_all, "ref": num_all, "adv": num_all, "update_actor": num_all}
-    metrics = {f"timing_s/{name}": seconds for name, seconds in timing.items()}
+    lengths = _compute_response_info(batch)
+    num_response = float(lengths["response_length"].sum())
+    num_all = num_response + float(lengths["prompt_length"].sum())
+    of_all = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
+    counts = {"gen": num_response, **dict.fromkeys(of_all, num_all)}
+    metrics = {f"timing_s/{name}": seconds for name, seconds in timing_raw.items()}
     for name, count in counts.items():
-        if name in timing:
-            metrics[f"timing_per_token_ms/{name}"] = timing[name] * 1000 / max(count, 1.0)
+        if name in timing_raw:
+            metrics[f"timing_per_token_ms/{name}"] = timing_raw[name] * 1000 / max(count, 1.0)
     return metrics
 
 
-def compute_throughout_metrics(batch: DataProto, timing: Mapping[str, float], n_devices: int) -> dict[str, float]:
-    """Tokens of the step, its seconds, tokens per second and device (a device is one process: a die on Atlas A3)."""
-    num_tokens = float(batch.batch["num_tokens"].sum())
+def compute_throughout_metrics(batch: DataProto, timing_raw: Mapping[str, float], n_gpus: int) -> dict[str, Any]:
+    """Tokens of the step, its seconds, tokens per second and device (a device is one process: a die on Atlas A3).
+
+    The tokens are those of the column ``num_tokens``, else of ``meta_info["global_token_num"]``.
+    """
+    has_column = batch.batch is not None and "num_tokens" in batch.batch
+    num_tokens = float(batch.batch["num_tokens"].sum() if has_column else sum(batch.meta_info["global_token_num"]))
     return {
         "perf/total_num_tokens": num_tokens,
-        "perf/time_per_step": timing["step"],
-        "perf/throughput": num_tokens / (timing["step"] * n_devices),
+        "perf/time_per_step": timing_raw["step"],
+        "perf/throughput": num_tokens / (timing_raw["step"] * n_gpus),
     }
 
 
@@ -118,7 +171,7 @@ def compute_reward_metrics(parts: Mapping[str, np.ndarray], prefix: str) -> dict
     return {f"{prefix}/{name}": float(np.nanmean(values)) for name, values in parts.items()}
 
 
-def process_validation_metrics(
+def compute_validation_metrics(
     data_sources: np.ndarray, parts: Mapping[str, np.ndarray], response_lengths: Tensor, n: int
 ) -> dict[str, float]:
     """``val/*`` over all problems and ``val-core/<data_source>/reward/mean@n`` for each source."""

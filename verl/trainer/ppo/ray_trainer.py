@@ -42,7 +42,7 @@ from verl.trainer.ppo.step_timeline import StepTimeline
 from verl.trainer.ppo.validation import Validator
 from verl.utils.dataset import ResumableLoader, RLHFDataset
 from verl.utils.device import op_tables_text, resolve_device
-from verl.utils.seqlen_balancing import balanced_order
+from verl.utils.partitions import balanced_order
 from verl.utils.tracking import Tracking
 from verl.workers.reward_manager import PendingScores, PooledRewardManager
 from verl.workers.row_store import worker_batch

@@ -14,7 +14,7 @@ import torch
 from verl.protocol import DataProto
 from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.ppo.checkpointing import write_text
-from verl.trainer.ppo.metric_utils import compute_set_metrics, marked_timer, process_validation_metrics
+from verl.trainer.ppo.metric_utils import compute_set_metrics, compute_validation_metrics, marked_timer
 from verl.trainer.ppo.reward_ledger import RewardLedger
 from verl.trainer.ppo.reward_process import RegisteredRewardManager
 from verl.trainer.ppo.schedules.generation import sampling_seeds
@@ -64,7 +64,7 @@ class Validator:
             np.concatenate([batch.non_tensor_batch[key] for batch in outputs]) for key in ("data_source", "val_set")
         )
         lengths = torch.cat([batch.batch["response_mask"].sum(-1) for batch in outputs])
-        metrics = process_validation_metrics(sources, parts, lengths, n) | compute_set_metrics(sets, parts, lengths)
+        metrics = compute_validation_metrics(sources, parts, lengths, n) | compute_set_metrics(sets, parts, lengths)
         return metrics | {"timing_s/testing": timing["testing"]}
 
     def _batches(self, step: int, dataset: RLHFDataset, n: int) -> Iterator[DataProto]:

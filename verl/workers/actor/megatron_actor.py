@@ -28,7 +28,7 @@ from verl.protocol import DataProto
 from verl.trainer.config.algorithm import RolloutCorrectionConfig
 from verl.utils.megatron.packed_batch import PackedMicroBatch, pack_micro_batch, padded_lengths, scatter_to_rows
 from verl.utils.megatron.reduce import reduce_over
-from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, partitions_within, split_to
+from verl.utils.partitions import get_seqlen_balanced_partitions, partitions_within, split_to
 from verl.workers.actor.base import BasePPOActor
 from verl.workers.actor.policy_loss import LossInputs, PolicyLoss, UpdateMetrics, corrected
 from verl.workers.actor.routing_rows import FROM_ROLLOUT, RoutingRows, with_row_numbers
