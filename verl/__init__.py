@@ -1,1 +1,19 @@
 """The RL system: one controller, one worker process per device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from verl.data_proto import DataProto
+
+__all__ = ["DataProto"]
+
+
+def __getattr__(name: str) -> Any:
+    """``from verl import DataProto`` imports torch when it is asked for, so that ``import verl`` does nothing."""
+    if name == "DataProto":
+        from verl.data_proto import DataProto
+
+        return DataProto
+    raise AttributeError(f"module 'verl' has no attribute {name!r}")

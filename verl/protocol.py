@@ -1,367 +1,55 @@
-"""DataProto: the batch that travels between the controller and the workers (tensors, row-wise objects, settings)."""
+"""Batches between the controller and the workers, under upstream's module and names (``verl.protocol``)."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
+from verl.data_proto import AUTO_PADDING, BY_RANK, DataProto, DataProtoItem
 from verl.protocol_storage import (
-    as_rows,
-    from_plain,
+    BatchError,
+    list_of_dict_to_dict_of_list,
     pack_tensor,
     tensors_of,
-    to_plain,
-    union_dict,
     union_numpy_dict,
     union_tensor_dict,
     unpack_tensor,
 )
-from verl.row_refs import RowRefs
 
 __all__ = [
+    "AUTO_PADDING",
+    "BY_RANK",
+    "BatchError",
     "DataProto",
+    "DataProtoFuture",
     "DataProtoItem",
+    "all_gather_data_proto",
     "collate_fn",
+    "deserialize_single_tensor",
+    "deserialize_tensordict",
+    "fold_batch_dim",
+    "list_of_dict_to_dict_of_list",
     "pad_dataproto_to_divisor",
+    "serialize_single_tensor",
+    "serialize_tensordict",
+    "unfold_batch_dim",
     "union_numpy_dict",
     "union_tensor_dict",
     "unpad_dataproto",
 ]
 
-# What workers report about a call, as opposed to what the batch is: `concat` must not drop it with a part.
-_REPORT_KEYS = ("metrics", "timing")
-BY_RANK = "by_rank"  # meta_info: rank -> figure -> value; `concat` merges those of all parts
-
-
-@dataclass(eq=False)
-class DataProtoItem:
-    """One row: tensors without the batch dimension, plain objects, and the batch's settings."""
-
-    batch: TensorDict | None = None
-    non_tensor_batch: dict[str, Any] = field(default_factory=dict)
-    meta_info: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(eq=False)
-class DataProto:
-    """A batch of B rows (upstream: ``verl.protocol.DataProto``).
-
-    Attributes:
-        batch: tensors whose first dimension is B, or None when there are none.
-        non_tensor_batch: arrays whose first dimension is B, usually of dtype object.
-        meta_info: settings and reports of the whole batch; never split, shared by the parts of ``chunk``.
-        row_refs: the columns of the B rows that stay on workers; every choice of rows applies to them too.
-
-    ``DataProto()`` has length 0. Pickling copies exactly the rows that are there, to host memory.
-    """
-
-    batch: Any = None  # TensorDict | None, untyped so that readers need not exclude None
-    non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
-    meta_info: dict[str, Any] = field(default_factory=dict)
-    row_refs: RowRefs | None = None
-
-    def __post_init__(self) -> None:
-        self.check_consistency()
-
-    @classmethod
-    def from_dict(
-        cls,
-        tensors: Mapping[str, Tensor] | None = None,
-        non_tensors: Mapping[str, Sequence | np.ndarray] | None = None,
-        meta_info: dict[str, Any] | None = None,
-        row_refs: RowRefs | None = None,
-    ) -> DataProto:
-        """Builds a batch; ValueError names the keys when the row counts differ."""
-        tensors = dict(tensors or {})
-        arrays = {key: as_rows(values) for key, values in (non_tensors or {}).items()}
-        _require_equal_lengths(tensors, arrays, row_refs)
-        batch = None
-        if tensors:
-            num_rows = next(iter(tensors.values())).shape[0]
-            batch = TensorDict(tensors, batch_size=[num_rows])
-        return cls(batch=batch, non_tensor_batch=arrays, meta_info=dict(meta_info or {}), row_refs=row_refs)
-
-    @classmethod
-    def from_single_dict(
-        cls, data: Mapping[str, Tensor | np.ndarray], meta_info: dict[str, Any] | None = None
-    ) -> DataProto:
-        """Sorts the values of one dict into tensors and arrays; any other type is a ValueError."""
-        tensors = {key: value for key, value in data.items() if isinstance(value, Tensor)}
-        arrays = {key: value for key, value in data.items() if isinstance(value, np.ndarray)}
-        wrong = [f"{key} ({type(data[key]).__name__})" for key in data if key not in tensors and key not in arrays]
-        if wrong:
-            raise ValueError(f"expected torch.Tensor or numpy.ndarray, got: {', '.join(wrong)}")
-        return cls.from_dict(tensors, arrays, meta_info)
-
-    def __len__(self) -> int:
-        if self.batch is not None:
-            return int(self.batch.batch_size[0])
-        arrays = iter(self.non_tensor_batch.values())
-        return len(next(arrays, self.row_refs or ()))
-
-    @property
-    def num_tensor_bytes(self) -> int:
-        """Bytes of the rows of all tensors and references."""
-        own = sum(tensor.nbytes for tensor in tensors_of(self.batch).values())
-        return own + (0 if self.row_refs is None else self.row_refs.num_bytes)
-
-    def __getitem__(self, item: int | np.integer | slice | Sequence | np.ndarray | Tensor) -> Any:
-        """An int gives a ``DataProtoItem``; a slice, indices or a boolean mask give a ``DataProto``."""
-        if isinstance(item, slice):
-            return self.slice(item.start, item.stop, item.step)
-        if isinstance(item, int | np.integer):
-            row = int(item)
-            return DataProtoItem(
-                batch=None if self.batch is None else self.batch[row],
-                non_tensor_batch={key: array[row] for key, array in self.non_tensor_batch.items()},
-                meta_info=self.meta_info,
-            )
-        return self.select_idxs(item)
-
-    def check_consistency(self) -> None:
-        """ValueError when a field has the wrong type or another number of rows."""
-        for key, array in self.non_tensor_batch.items():
-            if not isinstance(array, np.ndarray):
-                raise ValueError(f"non_tensor_batch[{key!r}] is a {type(array).__name__}, expected numpy.ndarray")
-        if self.batch is not None and len(self.batch.batch_size) != 1:
-            raise ValueError(f"batch has batch_size {tuple(self.batch.batch_size)}, expected one dimension")
-        _require_equal_lengths(tensors_of(self.batch), self.non_tensor_batch, self.row_refs)
-
-    def to(self, device: torch.device | str) -> DataProto:
-        if self.batch is not None:
-            self.batch = self.batch.to(device)
-        return self
-
-    # Choosing columns
-
-    def select(
-        self,
-        batch_keys: Iterable[str] | None = None,
-        non_tensor_batch_keys: Iterable[str] | None = None,
-        meta_info_keys: Iterable[str] | None = None,
-    ) -> DataProto:
-        """The named columns (None: all of them) and all remote ones, sharing memory; an unknown key is a ValueError."""
-        tensor_keys = list(tensors_of(self.batch) if batch_keys is None else batch_keys)
-        array_keys = list(self.non_tensor_batch if non_tensor_batch_keys is None else non_tensor_batch_keys)
-        meta_keys = list(self.meta_info if meta_info_keys is None else meta_info_keys)
-        self._require_keys(tensor_keys, array_keys, meta_keys)
-        return DataProto(
-            batch=self.batch.select(*tensor_keys) if self.batch is not None and tensor_keys else None,
-            non_tensor_batch={key: self.non_tensor_batch[key] for key in array_keys},
-            meta_info={key: self.meta_info[key] for key in meta_keys},
-            row_refs=self.row_refs,
-        )
-
-    def pop(
-        self,
-        batch_keys: Iterable[str] | None = None,
-        non_tensor_batch_keys: Iterable[str] | None = None,
-        meta_info_keys: Iterable[str] | None = None,
-    ) -> DataProto:
-        """Moves the named columns (None: none) out of this batch into a new one; remote columns stay."""
-        tensor_keys, array_keys = list(batch_keys or ()), list(non_tensor_batch_keys or ())
-        meta_keys = list(meta_info_keys or ())
-        popped = self.select(tensor_keys, array_keys, meta_keys)
-        popped.row_refs = None
-        if self.batch is not None and tensor_keys:
-            remaining = self.batch.exclude(*tensor_keys)
-            self.batch = remaining if tensors_of(remaining) else None
-        for key in array_keys:
-            del self.non_tensor_batch[key]
-        for key in meta_keys:
-            del self.meta_info[key]
-        return popped
-
-    def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> DataProto:
-        old = [old_keys] if isinstance(old_keys, str) else list(old_keys)
-        new = [new_keys] if isinstance(new_keys, str) else list(new_keys)
-        if len(old) != len(new):
-            raise ValueError(f"rename needs as many new keys as old ones, got {old} and {new}")
-        self._require_keys(old, [], [])
-        columns = tensors_of(self.batch)
-        renamed = {dict(zip(old, new, strict=True)).get(key, key): value for key, value in columns.items()}
-        if len(renamed) != len(columns):
-            raise ValueError(f"renaming {old} to {new} would overwrite a column of {sorted(columns)}")
-        if self.batch is not None:
-            self.batch = TensorDict(renamed, batch_size=self.batch.batch_size)
-        return self
-
-    def union(self, other: DataProto) -> DataProto:
-        """Adds the columns of ``other`` in place; a key in both is a ValueError unless the values are equal."""
-        if self._has_rows() and other._has_rows() and len(self) != len(other):
-            raise ValueError(f"union of batches of {len(self)} and {len(other)} rows")
-        batch = union_tensor_dict(self.batch, other.batch)
-        arrays = union_numpy_dict(self.non_tensor_batch, other.non_tensor_batch)
-        meta_info = union_dict(self.meta_info, other.meta_info, "meta_info")
-        refs = [batch.row_refs for batch in (self, other) if batch.row_refs is not None]
-        self.row_refs = refs[0].union(refs[-1]) if refs else None
-        self.batch, self.non_tensor_batch, self.meta_info = batch, arrays, meta_info
-        return self
-
-    # Choosing rows
-
-    def select_idxs(self, idxs: Sequence | np.ndarray | Tensor) -> DataProto:
-        """Copies the rows of ``idxs``: int indices in the given order, or a boolean mask [B]."""
-        rows = idxs.detach().cpu().numpy() if isinstance(idxs, Tensor) else np.asarray(idxs)
-        if rows.size == 0:
-            rows = rows.astype(np.int64)
-        if rows.dtype == np.bool_:
-            if rows.shape != (len(self),):
-                raise ValueError(f"mask of shape {rows.shape} for a batch of {len(self)} rows")
-            rows = np.flatnonzero(rows)
-        index = torch.from_numpy(np.ascontiguousarray(rows))
-        return self._choose_rows(lambda tensor: tensor[index.to(tensor.device)], rows)
-
-    def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
-        """Rows ``start:end:step`` as views."""
-        rows = slice(start, end, step)
-        if step is not None and step < 0:
-            return self.select_idxs(np.arange(len(self))[rows])
-        return self._choose_rows(lambda tensor: tensor[rows], rows)
-
-    def reorder(self, indices: Sequence | np.ndarray | Tensor) -> None:
-        ordered = self.select_idxs(indices)
-        self.batch, self.non_tensor_batch, self.row_refs = ordered.batch, ordered.non_tensor_batch, ordered.row_refs
-
-    def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
-        """Every row ``repeat_times`` times: a a b b when interleaved, a b a b otherwise."""
-        rows = np.arange(len(self))
-        return self.select_idxs(np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times))
-
-    def chunk(self, chunks: int) -> list[DataProto]:
-        """``chunks`` equal parts as views; ValueError when the rows do not divide."""
-        if chunks < 1 or len(self) % chunks:
-            raise ValueError(
-                f"a batch of {len(self)} rows does not split into {chunks} equal chunks; "
-                f"use a multiple of {chunks} rows or pad with pad_dataproto_to_divisor"
-            )
-        size = len(self) // chunks
-        return [self.slice(i * size, (i + 1) * size) for i in range(chunks)]
-
-    def split(self, split_size: int) -> list[DataProto]:
-        """Parts of ``split_size`` rows as views; the last may be shorter."""
-        if split_size < 1:
-            raise ValueError(f"split_size is {split_size}, expected at least 1")
-        return [self.slice(start, start + split_size) for start in range(0, len(self), split_size)]
-
-    @staticmethod
-    def concat(data: Sequence[DataProto]) -> DataProto:
-        """Rows of all parts, in order; parts without rows are skipped, different columns are a ValueError.
-
-        ``meta_info`` is that of the first part with rows; ``metrics`` and ``timing`` are the first non-empty ones
-        of any part, ``by_rank`` is merged.
-        """
-        parts = [part for part in data if len(part)] or list(data[:1])
-        if not parts:
-            return DataProto()
-        meta_info = dict(parts[0].meta_info)
-        for key in _REPORT_KEYS:
-            report = next((part.meta_info[key] for part in data if part.meta_info.get(key)), None)
-            if report is not None:
-                meta_info[key] = report
-        by_rank = {rank: figures for part in data for rank, figures in part.meta_info.get(BY_RANK, {}).items()}
-        meta_info |= {BY_RANK: by_rank} if by_rank else {}
-        first = parts[0]
-        for i, part in enumerate(parts):
-            if part._columns() != first._columns():
-                raise ValueError(f"concat: part 0 has columns {first._columns()}, part {i} has {part._columns()}")
-        batch = None
-        if first.batch is not None:
-            tensors = [tensors_of(part.batch) for part in parts]
-            columns = {key: torch.cat([columns[key] for columns in tensors]) for key in tensors[0]}
-            batch = TensorDict(columns, batch_size=[sum(len(part) for part in parts)])
-        arrays = {key: np.concatenate([part.non_tensor_batch[key] for part in parts]) for key in first.non_tensor_batch}
-        refs = [part.row_refs for part in parts if part.row_refs is not None]
-        return DataProto(batch, arrays, meta_info, RowRefs.concat(refs) if refs else None)
-
-    # Leaving the process
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A view pickles its whole storage; raw bytes of the rows also let Ray keep them out of band.
-        return {
-            "tensors": {key: pack_tensor(tensor) for key, tensor in tensors_of(self.batch).items()},
-            "num_rows": len(self),
-            "non_tensor_batch": self.non_tensor_batch,
-            "meta_info": self.meta_info,
-            "row_refs": self.row_refs,
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        tensors = {key: unpack_tensor(*packed) for key, packed in state["tensors"].items()}
-        self.batch = TensorDict(tensors, batch_size=[state["num_rows"]]) if tensors else None
-        arrays = state["non_tensor_batch"]  # Ray hands out read-only memory of its store
-        self.non_tensor_batch = {key: array if array.flags.writeable else array.copy() for key, array in arrays.items()}
-        self.meta_info, self.row_refs = state["meta_info"], state["row_refs"]
-
-    def save_to_disk(self, filepath: str) -> None:
-        """Writes the batch atomically, in a form that ``torch.load(weights_only=True)`` reads.
-
-        Raises:
-            ValueError: an object is no tensor, array, number, string, None, or list/tuple/dict of these; or columns of
-                the batch are remote.
-        """
-        if self.row_refs is not None:
-            raise ValueError(f"columns {sorted(self.row_refs.columns)} are on workers; fetch them first")
-        content = {
-            "batch": {key: tensor.clone() for key, tensor in tensors_of(self.batch).items()},
-            "non_tensor_batch": {key: to_plain(array, key) for key, array in self.non_tensor_batch.items()},
-            "meta_info": {key: to_plain(value, key) for key, value in self.meta_info.items()},
-        }
-        temporary = f"{filepath}.tmp{os.getpid()}"
-        with open(temporary, "wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, filepath)
-
-    @staticmethod
-    def load_from_disk(filepath: str) -> DataProto:
-        content = torch.load(filepath, map_location="cpu", weights_only=True)
-        return DataProto.from_dict(
-            tensors=content["batch"],
-            non_tensors={key: from_plain(value) for key, value in content["non_tensor_batch"].items()},
-            meta_info={key: from_plain(value) for key, value in content["meta_info"].items()},
-        )
-
-    def _columns(self) -> list[str]:
-        remote = [] if self.row_refs is None else [f"remote {name}" for name in self.row_refs.columns]
-        return sorted(tensors_of(self.batch)) + sorted(self.non_tensor_batch) + sorted(remote)
-
-    def _has_rows(self) -> bool:
-        return self.batch is not None or bool(self.non_tensor_batch) or self.row_refs is not None
-
-    def _choose_rows(self, of_tensor: Callable[[Tensor], Tensor], rows: Any) -> DataProto:
-        tensors = {key: of_tensor(tensor) for key, tensor in tensors_of(self.batch).items()}
-        arrays = {key: array[rows] for key, array in self.non_tensor_batch.items()}
-        refs = None if self.row_refs is None else self.row_refs.rows(rows)
-        return DataProto.from_dict(tensors, arrays, self.meta_info, refs)
-
-    def _require_keys(self, batch_keys: list[str], array_keys: list[str], meta_keys: list[str]) -> None:
-        named = (
-            ("batch", batch_keys, list(tensors_of(self.batch))),
-            ("non_tensor_batch", array_keys, list(self.non_tensor_batch)),
-            ("meta_info", meta_keys, list(self.meta_info)),
-        )
-        problems = [
-            f"{place} has no {missing}, only {sorted(present)}"
-            for place, keys, present in named
-            if (missing := [key for key in keys if key not in present])
-        ]
-        if problems:
-            raise ValueError("; ".join(problems))
-
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
     """Appends copies of the first rows until ``size_divisor`` divides the length; returns (batch, rows added)."""
     if len(data) == 0:
-        raise ValueError(f"an empty batch cannot be padded to a multiple of {size_divisor}")
+        raise BatchError(f"an empty batch cannot be padded to a multiple of {size_divisor}")
     pad_size = -len(data) % size_divisor
     if pad_size == 0:
         return data, 0
@@ -370,6 +58,25 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
 
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
     return data.slice(0, len(data) - pad_size) if pad_size else data
+
+
+def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
+    """[B, ...] to [new_batch_size, B / new_batch_size, ...] in every column."""
+    if new_batch_size < 1 or len(data) % new_batch_size:
+        raise BatchError(f"a batch of {len(data)} rows does not fold into {new_batch_size}")
+    inner = len(data) // new_batch_size
+    tensors = {key: tensor.reshape(new_batch_size, inner, *tensor.shape[1:]) for key, tensor in _columns(data).items()}
+    arrays = {
+        key: array.reshape(new_batch_size, inner, *array.shape[1:]) for key, array in data.non_tensor_batch.items()
+    }
+    return DataProto.from_dict(tensors, arrays, data.meta_info)
+
+
+def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
+    """The inverse of ``fold_batch_dim``: the first ``batch_dims`` dimensions become one."""
+    tensors = {key: tensor.reshape(-1, *tensor.shape[batch_dims:]) for key, tensor in _columns(data).items()}
+    arrays = {key: array.reshape(-1, *array.shape[batch_dims:]) for key, array in data.non_tensor_batch.items()}
+    return DataProto.from_dict(tensors, arrays, data.meta_info)
 
 
 def collate_fn(x: list[DataProtoItem]) -> DataProto:
@@ -383,14 +90,105 @@ def collate_fn(x: list[DataProtoItem]) -> DataProto:
     )
 
 
-def _require_equal_lengths(
-    tensors: Mapping[str, Tensor], arrays: Mapping[str, np.ndarray], row_refs: RowRefs | None
-) -> None:
-    remote = {} if row_refs is None else {f"remote {key}": places for key, places in row_refs.columns.items()}
-    columns: dict[str, Any] = {**tensors, **arrays, **remote}
-    scalars = [key for key, column in columns.items() if not column.shape]
-    if scalars:
-        raise ValueError(f"columns without a batch dimension: {scalars}")
-    lengths = {key: int(column.shape[0]) for key, column in columns.items()}
-    if len(set(lengths.values())) > 1:
-        raise ValueError(f"columns of one batch have different numbers of rows: {lengths}")
+def serialize_single_tensor(obj: Tensor) -> tuple[str, tuple[int, ...], memoryview]:
+    """(name of the dtype, shape, raw bytes) of a tensor."""
+    dtype, shape, raw = pack_tensor(obj)
+    return str(dtype).removeprefix("torch."), shape, raw.data
+
+
+def deserialize_single_tensor(arr: Any) -> Tensor:
+    """The inverse of ``serialize_single_tensor``; the tensor owns its memory."""
+    name, shape, raw = arr
+    return unpack_tensor(getattr(torch, name), tuple(shape), np.frombuffer(raw, dtype=np.uint8))
+
+
+def serialize_tensordict(batch: TensorDict) -> tuple[tuple[int, ...], str | None, dict[str, tuple[str, Any]]]:
+    """(batch size, device, columns) in plain types; a ragged (nested) column as the list of its rows."""
+    columns: dict[str, tuple[str, Any]] = {}
+    for key, tensor in tensors_of(batch).items():
+        if tensor.is_nested:
+            layout = str(tensor.layout).removeprefix("torch.")
+            columns[key] = layout, [serialize_single_tensor(row) for row in tensor.unbind()]
+        else:
+            columns[key] = "tensor", serialize_single_tensor(tensor)
+    return tuple(batch.batch_size), None if batch.device is None else str(batch.device), columns
+
+
+def deserialize_tensordict(arr: Any) -> TensorDict:
+    """The inverse of ``serialize_tensordict``."""
+    batch_size, device, encoded = arr
+    columns = {}
+    for key, (kind, content) in encoded.items():
+        if kind == "tensor":
+            columns[key] = deserialize_single_tensor(content)
+        else:
+            rows = [deserialize_single_tensor(row) for row in content]
+            columns[key] = torch.nested.as_nested_tensor(rows, layout=getattr(torch, kind))
+    return TensorDict(columns, batch_size=batch_size, device=device)
+
+
+@dataclass
+class DataProtoFuture:
+    """A batch that workers still compute: the result of a call with ``blocking=False``.
+
+    It is passed to further calls as it is: each rank waits for its own part, and the controller for nothing.
+
+    Attributes:
+        collect_fn: joins the outputs of the futures into the batch.
+        futures: one per rank, each with ``get()``; the launcher makes them.
+        dispatch_fn: chooses a rank's part of the batch.
+    """
+
+    collect_fn: Callable[[list[Any]], Any]
+    futures: list[Any]
+    dispatch_fn: Callable[[Any], Any] | None = None
+
+    @staticmethod
+    def concat(data: list[Any]) -> DataProtoFuture:
+        """The batch that the outputs ``data`` make together."""
+        return DataProtoFuture(collect_fn=DataProto.concat, futures=data)
+
+    def chunk(self, chunks: int) -> list[DataProtoFuture]:
+        """``chunks`` parts of the batch to come."""
+
+        def part(batch: DataProto, index: int) -> DataProto:
+            return batch.chunk(chunks)[index]
+
+        return [DataProtoFuture(self.collect_fn, self.futures, _Part(part, index)) for index in range(chunks)]
+
+    def get(self) -> Any:
+        """Waits for the outputs and joins them; what a worker raised is raised."""
+        outputs = [future.get() for future in self.futures]
+        batch = self.collect_fn(outputs)
+        return batch if self.dispatch_fn is None else self.dispatch_fn(batch)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Chooses part ``index``; a class, since it travels to workers."""
+
+    choose: Callable[[Any, int], Any]
+    index: int
+
+    def __call__(self, batch: Any) -> Any:
+        return self.choose(batch, self.index)
+
+
+def all_gather_data_proto(data: DataProto, process_group: Any) -> None:
+    """Replaces ``data``'s rows by those of all ranks of the group, in rank order, on the device they are on.
+
+    Collective; every rank has the same columns, also remote ones must be fetched first.
+    """
+    if data.row_refs is not None:
+        raise BatchError(f"columns {sorted(data.row_refs.columns)} are on workers; fetch them first")
+    parts: list[Any] = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(parts, data.select(meta_info_keys=[]), group=process_group)
+    device = next((tensor.device for tensor in _columns(data).values()), None)
+    gathered = DataProto.concat(parts)
+    if device is not None:
+        gathered.to(device)
+    data.batch, data.non_tensor_batch = gathered.batch, gathered.non_tensor_batch
+
+
+def _columns(data: DataProto) -> dict[str, Tensor]:
+    return tensors_of(data.batch)

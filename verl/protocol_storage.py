@@ -12,6 +12,19 @@ from tensordict import TensorDict
 from torch import Tensor
 
 
+class BatchError(ValueError, AssertionError):
+    """A batch that does not fit: a ValueError here, and the AssertionError that upstream's callers may expect."""
+
+
+def list_of_dict_to_dict_of_list(list_of_dict: list[dict]) -> dict[Any, list]:
+    """One list per key; BatchError when the keys of the dicts differ. No dict gives no key."""
+    keys = list(list_of_dict[0]) if list_of_dict else []
+    for number, entry in enumerate(list_of_dict):
+        if entry.keys() != set(keys):
+            raise BatchError(f"entry {number} has keys {sorted(entry)}, the first one {sorted(keys)}")
+    return {key: [entry[key] for entry in list_of_dict] for key in keys}
+
+
 def as_rows(values: Sequence | np.ndarray) -> np.ndarray:
     """A 1-D object array with one element per row; an array stays as it is."""
     if isinstance(values, np.ndarray):
@@ -32,6 +45,9 @@ def union_tensor_dict(tensor_dict1: TensorDict | None, tensor_dict2: TensorDict 
         return tensor_dict1
     if tensor_dict1 is None:
         return tensor_dict2.copy()  # columns that are added to the result must not appear in ``tensor_dict2``
+    if tensor_dict1.batch_size != tensor_dict2.batch_size:
+        sizes = tuple(tensor_dict1.batch_size), tuple(tensor_dict2.batch_size)
+        raise BatchError(f"union of batches of size {sizes[0]} and {sizes[1]}")
     columns = union_dict(tensors_of(tensor_dict1), tensors_of(tensor_dict2), "batch")
     return TensorDict(columns, batch_size=tensor_dict1.batch_size)
 
@@ -44,7 +60,7 @@ def union_dict(left: dict[str, Any], right: dict[str, Any], name: str) -> dict[s
     """The entries of both; ValueError when a key has two different values. ``name`` is for the message."""
     conflicts = [key for key in right if key in left and not _equal(left[key], right[key])]
     if conflicts:
-        raise ValueError(f"union: {name} has different values for {conflicts}; pop or rename them first")
+        raise BatchError(f"union: {name} has different values for {conflicts}; pop or rename them first")
     return {**left, **right}
 
 

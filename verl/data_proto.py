@@ -1,0 +1,495 @@
+"""DataProto: the batch that travels between the controller and the workers (tensors, row-wise objects, settings)."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from verl.protocol_storage import (
+    BatchError,
+    as_rows,
+    from_plain,
+    list_of_dict_to_dict_of_list,
+    pack_tensor,
+    tensors_of,
+    to_plain,
+    union_dict,
+    union_numpy_dict,
+    union_tensor_dict,
+    unpack_tensor,
+)
+from verl.row_refs import RowRefs
+from verl.utils.tensordict_utils import get_tensordict, split_non_tensors
+
+# What workers report about a call, as opposed to what the batch is: `concat` must not drop it with a part.
+_REPORT_KEYS = ("metrics", "timing")
+AUTO_PADDING = "_verl_auto_padding"  # meta_info: calls that split the batch pad it (upstream's key)
+BY_RANK = "by_rank"  # meta_info: rank -> figure -> value; `concat` merges those of all parts
+
+
+@dataclass(eq=False)
+class DataProtoItem:
+    """One row: tensors without the batch dimension, plain objects, and the batch's settings."""
+
+    batch: TensorDict | None = None
+    non_tensor_batch: dict[str, Any] = field(default_factory=dict)
+    meta_info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class DataProto:
+    """A batch of B rows (upstream: ``verl.protocol.DataProto``).
+
+    Attributes:
+        batch: tensors whose first dimension is B, or None when there are none.
+        non_tensor_batch: arrays whose first dimension is B, usually of dtype object.
+        meta_info: settings and reports of the whole batch; never split, shared by the parts of ``chunk``.
+        row_refs: the columns of the B rows that stay on workers; every choice of rows applies to them too.
+
+    ``DataProto()`` has length 0. Pickling copies exactly the rows that are there, to host memory.
+    """
+
+    batch: Any = None  # TensorDict | None, untyped so that readers need not exclude None
+    non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
+    meta_info: dict[str, Any] = field(default_factory=dict)
+    row_refs: RowRefs | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        self.check_consistency()
+
+    @classmethod
+    def from_dict(
+        cls,
+        tensors: Mapping[str, Tensor] | None = None,
+        non_tensors: Mapping[str, Sequence | np.ndarray] | None = None,
+        meta_info: dict[str, Any] | None = None,
+        num_batch_dims: int = 1,
+        auto_padding: bool = False,
+        *,
+        row_refs: RowRefs | None = None,
+    ) -> DataProto:
+        """Builds a batch; ValueError names the keys when the row counts differ.
+
+        Args:
+            num_batch_dims: leading dimensions that all tensors share; more than one only without ``non_tensors``.
+            auto_padding: calls that split the batch pad it to their parts, and cut the padding off their outputs.
+        """
+        tensors = dict(tensors or {})
+        arrays = {key: as_rows(values) for key, values in (non_tensors or {}).items()}
+        _require_equal_lengths(tensors, arrays, row_refs)
+        if num_batch_dims < 1 or (num_batch_dims > 1 and arrays):
+            raise BatchError(f"num_batch_dims={num_batch_dims}, expected 1 beside non_tensors, at least 1 without")
+        shapes = {key: tuple(tensor.shape[:num_batch_dims]) for key, tensor in tensors.items()}
+        if len(set(shapes.values())) > 1 or any(len(shape) < num_batch_dims for shape in shapes.values()):
+            raise BatchError(f"the first {num_batch_dims} dimensions of the tensors differ: {shapes}")
+        batch = TensorDict(tensors, batch_size=next(iter(shapes.values()))) if tensors else None
+        settings = dict(meta_info or {}) | ({AUTO_PADDING: True} if auto_padding else {})
+        return cls(batch=batch, non_tensor_batch=arrays, meta_info=settings, row_refs=row_refs)
+
+    @classmethod
+    def from_tensordict(
+        cls, tensor_dict: TensorDict | None = None, meta_info: dict[str, Any] | None = None, num_batch_dims: int = 1
+    ) -> DataProto:
+        """The inverse of ``to_tensordict``: tensors, objects per row, and values of the whole batch (``meta_info``)."""
+        if tensor_dict is None:
+            raise BatchError("from_tensordict needs a TensorDict")
+        tensors, rows, settings = split_non_tensors(tensor_dict)
+        return cls.from_dict(tensors, rows, settings | (meta_info or {}), num_batch_dims)
+
+    @classmethod
+    def from_single_dict(
+        cls,
+        data: Mapping[str, Tensor | np.ndarray],
+        meta_info: dict[str, Any] | None = None,
+        auto_padding: bool = False,
+    ) -> DataProto:
+        """Sorts the values of one dict into tensors and arrays; any other type is a ValueError."""
+        tensors = {key: value for key, value in data.items() if isinstance(value, Tensor)}
+        arrays = {key: value for key, value in data.items() if isinstance(value, np.ndarray)}
+        wrong = [f"{key} ({type(data[key]).__name__})" for key in data if key not in tensors and key not in arrays]
+        if wrong:
+            raise BatchError(f"expected torch.Tensor or numpy.ndarray, got: {', '.join(wrong)}")
+        return cls.from_dict(tensors, arrays, meta_info, auto_padding=auto_padding)
+
+    def __len__(self) -> int:
+        if self.batch is not None:
+            return int(self.batch.batch_size[0])
+        arrays = iter(self.non_tensor_batch.values())
+        return len(next(arrays, self.row_refs or ()))
+
+    @property
+    def num_tensor_bytes(self) -> int:
+        """Bytes of the rows of all tensors and references."""
+        own = sum(tensor.nbytes for tensor in tensors_of(self.batch).values())
+        return own + (0 if self.row_refs is None else self.row_refs.num_bytes)
+
+    def __getitem__(self, item: int | np.integer | slice | Sequence | np.ndarray | Tensor) -> Any:
+        """An int gives a ``DataProtoItem``; a slice, indices or a boolean mask give a ``DataProto``."""
+        if isinstance(item, slice):
+            return self.slice(item.start, item.stop, item.step)
+        if isinstance(item, int | np.integer):
+            row = int(item)
+            return DataProtoItem(
+                batch=None if self.batch is None else self.batch[row],
+                non_tensor_batch={key: array[row] for key, array in self.non_tensor_batch.items()},
+                meta_info=self.meta_info,
+            )
+        return self.select_idxs(item)
+
+    def check_consistency(self) -> None:
+        """ValueError when a field has the wrong type or another number of rows."""
+        for key, array in self.non_tensor_batch.items():
+            if not isinstance(array, np.ndarray):
+                raise BatchError(f"non_tensor_batch[{key!r}] is a {type(array).__name__}, expected numpy.ndarray")
+        if self.batch is not None and (not self.batch.batch_size or (self.non_tensor_batch and self.batch.ndim != 1)):
+            raise BatchError(
+                f"batch has batch_size {tuple(self.batch.batch_size)}, expected one dimension beside non_tensor_batch"
+            )
+        _require_equal_lengths(tensors_of(self.batch), self.non_tensor_batch, self.row_refs)
+
+    def to(self, device: torch.device | str) -> DataProto:
+        if self.batch is not None:
+            self.batch = self.batch.to(device)
+        return self
+
+    # Choosing columns
+
+    def select(
+        self,
+        batch_keys: Iterable[str] | None = None,
+        non_tensor_batch_keys: Iterable[str] | None = None,
+        meta_info_keys: Iterable[str] | None = None,
+        deepcopy: bool = False,
+    ) -> DataProto:
+        """The named columns (None: all of them) and all remote ones; an unknown key is a ValueError.
+
+        They share memory with this batch's unless ``deepcopy`` is given.
+        """
+        tensor_keys = list(tensors_of(self.batch) if batch_keys is None else batch_keys)
+        array_keys = list(self.non_tensor_batch if non_tensor_batch_keys is None else non_tensor_batch_keys)
+        meta_keys = list(self.meta_info if meta_info_keys is None else meta_info_keys)
+        self._require_keys(tensor_keys, array_keys, meta_keys)
+        selected = DataProto(
+            batch=self.batch.select(*tensor_keys) if self.batch is not None and tensor_keys else None,
+            non_tensor_batch={key: self.non_tensor_batch[key] for key in array_keys},
+            meta_info={key: self.meta_info[key] for key in meta_keys},
+            row_refs=self.row_refs,
+        )
+        return copy.deepcopy(selected) if deepcopy else selected
+
+    def pop(
+        self,
+        batch_keys: Iterable[str] | None = None,
+        non_tensor_batch_keys: Iterable[str] | None = None,
+        meta_info_keys: Iterable[str] | None = None,
+    ) -> DataProto:
+        """Moves the named columns (None: none) out of this batch into a new one; remote columns stay."""
+        tensor_keys, array_keys = list(batch_keys or ()), list(non_tensor_batch_keys or ())
+        meta_keys = list(meta_info_keys or ())
+        popped = self.select(tensor_keys, array_keys, meta_keys)
+        popped.row_refs = None
+        if self.batch is not None and tensor_keys:
+            remaining = self.batch.exclude(*tensor_keys)
+            self.batch = remaining if tensors_of(remaining) else None
+        for key in array_keys:
+            del self.non_tensor_batch[key]
+        for key in meta_keys:
+            del self.meta_info[key]
+        return popped
+
+    def rename(
+        self, old_keys: str | Sequence[str] | None = None, new_keys: str | Sequence[str] | None = None
+    ) -> DataProto:
+        """Gives tensor columns new names, in place."""
+        old = [old_keys] if isinstance(old_keys, str) else list(old_keys or ())
+        new = [new_keys] if isinstance(new_keys, str) else list(new_keys or ())
+        if len(old) != len(new):
+            raise BatchError(f"rename needs as many new keys as old ones, got {old} and {new}")
+        self._require_keys(old, [], [])
+        columns = tensors_of(self.batch)
+        renamed = {dict(zip(old, new, strict=True)).get(key, key): value for key, value in columns.items()}
+        if len(renamed) != len(columns):
+            raise BatchError(f"renaming {old} to {new} would overwrite a column of {sorted(columns)}")
+        if self.batch is not None:
+            self.batch = TensorDict(renamed, batch_size=self.batch.batch_size)
+        return self
+
+    def union(self, other: DataProto) -> DataProto:
+        """Adds the columns of ``other`` in place; a key in both is a ValueError unless the values are equal."""
+        if self._has_rows() and other._has_rows() and len(self) != len(other):
+            raise BatchError(f"union of batches of {len(self)} and {len(other)} rows")
+        batch = union_tensor_dict(self.batch, other.batch)
+        arrays = union_numpy_dict(self.non_tensor_batch, other.non_tensor_batch)
+        meta_info = union_dict(self.meta_info, other.meta_info, "meta_info")
+        refs = [batch.row_refs for batch in (self, other) if batch.row_refs is not None]
+        self.row_refs = refs[0].union(refs[-1]) if refs else None
+        self.batch, self.non_tensor_batch, self.meta_info = batch, arrays, meta_info
+        return self
+
+    # Choosing rows
+
+    def select_idxs(self, idxs: Sequence | np.ndarray | Tensor) -> DataProto:
+        """Copies the rows of ``idxs``: int indices in the given order, or a boolean mask [B]."""
+        rows = idxs.detach().cpu().numpy() if isinstance(idxs, Tensor) else np.asarray(idxs)
+        if rows.size == 0:
+            rows = rows.astype(np.int64)
+        if rows.dtype == np.bool_:
+            if rows.shape != (len(self),):
+                raise BatchError(f"mask of shape {rows.shape} for a batch of {len(self)} rows")
+            rows = np.flatnonzero(rows)
+        if not np.issubdtype(rows.dtype, np.integer):
+            raise BatchError(f"rows are chosen by integers or by a mask, got {rows.dtype}")
+        index = torch.from_numpy(np.ascontiguousarray(rows))
+        return self._choose_rows(lambda tensor: tensor[index.to(tensor.device)], rows)
+
+    def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
+        """Rows ``start:end:step`` as views."""
+        rows = slice(start, end, step)
+        if step is not None and step < 0:
+            return self.select_idxs(np.arange(len(self))[rows])
+        return self._choose_rows(lambda tensor: tensor[rows], rows)
+
+    def reorder(self, indices: Sequence | np.ndarray | Tensor) -> None:
+        ordered = self.select_idxs(indices)
+        self.batch, self.non_tensor_batch, self.row_refs = ordered.batch, ordered.non_tensor_batch, ordered.row_refs
+
+    def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
+        """Every row ``repeat_times`` times: a a b b when interleaved, a b a b otherwise."""
+        rows = np.arange(len(self))
+        return self.select_idxs(np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times))
+
+    def sample_level_repeat(self, repeat_times: Sequence[int] | np.ndarray | Tensor) -> DataProto:
+        """Row i ``repeat_times[i]`` times, next to each other."""
+        times = np.asarray(repeat_times)
+        if times.shape != (len(self),):
+            raise BatchError(f"repeat_times of shape {times.shape} for a batch of {len(self)} rows")
+        return self.select_idxs(np.repeat(np.arange(len(self)), times))
+
+    def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> DataProto:
+        """Cuts the second dimension of the columns ``split_keys`` into ``n_split`` rows; repeats the other columns."""
+        keys = list(split_keys or ())
+        columns: dict[str, Any] = {**tensors_of(self.batch), **self.non_tensor_batch}
+        if problems := [key for key in keys if key not in columns or columns[key].shape[1] % n_split]:
+            raise BatchError(f"columns {problems} are not there, or their second dimension is no multiple of {n_split}")
+        output = self.repeat(n_split)
+        for key in keys:
+            column = columns[key]
+            pieces = column.reshape(len(self) * n_split, column.shape[1] // n_split, *column.shape[2:])
+            target = output.batch if isinstance(column, Tensor) else output.non_tensor_batch
+            target[key] = pieces
+        return output
+
+    def is_padding_enabled(self) -> bool:
+        """Whether calls that split this batch pad it (``auto_padding``)."""
+        return bool(self.meta_info.get(AUTO_PADDING, False))
+
+    def padding(self, padding_size: int, padding_candidate: str = "") -> None:
+        """Appends ``padding_size`` copies of the first row, or of the last one (``"last"``), in place."""
+        row = len(self) - 1 if padding_candidate == "last" else 0
+        self.reorder([*range(len(self)), *[row] * padding_size])
+
+    def chunk(self, chunks: int) -> list[DataProto]:
+        """``chunks`` equal parts as views; ValueError when the rows do not divide, unless padding is enabled.
+
+        With padding enabled the parts differ by at most one row.
+        """
+        if chunks < 1 or (len(self) % chunks and not self.is_padding_enabled()):
+            raise BatchError(
+                f"a batch of {len(self)} rows does not split into {chunks} equal chunks; "
+                f"use a multiple of {chunks} rows or pad with pad_dataproto_to_divisor"
+            )
+        ends = [len(self) * i // chunks for i in range(chunks + 1)]
+        return [self.slice(start, end) for start, end in pairwise(ends)]
+
+    def make_iterator(
+        self,
+        mini_batch_size: int,
+        epochs: int,
+        seed: int | None = None,
+        dataloader_kwargs: dict[str, Any] | None = None,
+    ) -> Iterator[DataProto]:
+        """Mini-batches of ``mini_batch_size`` rows, ``epochs`` times over the batch, in an order drawn with ``seed``.
+
+        ``dataloader_kwargs`` go to ``torch.utils.data.DataLoader``: without ``{"shuffle": True}`` the order is that of
+        the rows. ValueError when the rows do not divide.
+        """
+        if len(self) % mini_batch_size:
+            raise BatchError(f"a batch of {len(self)} rows does not divide into mini-batches of {mini_batch_size}")
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        settings = {"generator": generator, "collate_fn": list} | (dataloader_kwargs or {})
+        # The loader draws row numbers and not rows: each mini-batch is then one copy of its rows.
+        rows_of_all: Any = range(len(self))
+        loader: Any = torch.utils.data.DataLoader(rows_of_all, batch_size=mini_batch_size, **settings)
+
+        def mini_batches() -> Iterator[DataProto]:
+            for _ in range(epochs):
+                for rows in loader:
+                    mini_batch = self.select_idxs(rows)
+                    mini_batch.meta_info = self.meta_info
+                    yield mini_batch
+
+        return mini_batches()
+
+    def split(self, split_size: int) -> list[DataProto]:
+        """Parts of ``split_size`` rows as views; the last may be shorter."""
+        if split_size < 1:
+            raise BatchError(f"split_size is {split_size}, expected at least 1")
+        return [self.slice(start, start + split_size) for start in range(0, len(self), split_size)]
+
+    @staticmethod
+    def concat(data: Sequence[DataProto]) -> DataProto:
+        """Rows of all parts, in order; parts without rows are skipped, different columns are a ValueError.
+
+        ``meta_info`` is that of the first part with rows; ``metrics`` and ``timing`` are the first non-empty ones
+        of any part, ``by_rank`` is merged. ``metrics`` that are lists of dicts become one dict of lists.
+        """
+        parts = [part for part in data if len(part)] or list(data[:1])
+        if not parts:
+            return DataProto()
+        meta_info = dict(parts[0].meta_info)
+        for key in _REPORT_KEYS:
+            report = next((part.meta_info[key] for part in data if part.meta_info.get(key)), None)
+            if report is not None:
+                meta_info[key] = report
+        if any(isinstance(part.meta_info.get("metrics"), list) for part in data):
+            reports = [report for part in data for report in part.meta_info.get("metrics", [])]
+            meta_info["metrics"] = list_of_dict_to_dict_of_list(reports)
+        by_rank = {rank: figures for part in data for rank, figures in part.meta_info.get(BY_RANK, {}).items()}
+        meta_info |= {BY_RANK: by_rank} if by_rank else {}
+        first = parts[0]
+        for i, part in enumerate(parts):
+            if part._columns() != first._columns():
+                raise BatchError(f"concat: part 0 has columns {first._columns()}, part {i} has {part._columns()}")
+        batch = None
+        if first.batch is not None:
+            tensors = [tensors_of(part.batch) for part in parts]
+            columns = {key: torch.cat([columns[key] for columns in tensors]) for key in tensors[0]}
+            rows = sum(len(part) for part in parts)
+            batch = TensorDict(columns, batch_size=[rows, *first.batch.batch_size[1:]])
+        arrays = {key: np.concatenate([part.non_tensor_batch[key] for part in parts]) for key in first.non_tensor_batch}
+        refs = [part.row_refs for part in parts if part.row_refs is not None]
+        return DataProto(batch, arrays, meta_info, row_refs=RowRefs.concat(refs) if refs else None)
+
+    # Leaving the process
+
+    def to_tensordict(self) -> TensorDict:
+        """One TensorDict: tensors, one object per row, and the settings as values of the whole batch."""
+        columns: dict[str, Any] = dict(tensors_of(self.batch))
+        columns |= {key: array.tolist() for key, array in self.non_tensor_batch.items()}
+        return get_tensordict(columns, self.meta_info)
+
+    def get_data_info(self) -> str:
+        """A line per column: its shape, dtype and device, or the type of its objects."""
+        lines = ["batch"] if self.batch is not None else []
+        lines += [
+            f"  {key}: {tuple(tensor.shape)} ({tensor.dtype}) {tensor.device}"
+            for key, tensor in tensors_of(self.batch).items()
+        ]
+        lines += ["non_tensor_batch"] if self.non_tensor_batch else []
+        lines += [f"  {key}: ndarray{array.shape} ({array.dtype})" for key, array in self.non_tensor_batch.items()]
+        lines += ["meta_info"] if self.meta_info else []
+        lines += [f"  {key}: {type(value).__name__}" for key, value in self.meta_info.items()]
+        return "\n".join(lines)
+
+    def print_size(self, prefix: str = "") -> None:
+        """Prints the bytes of the tensors and of the arrays, in GiB."""
+        tensors = sum(tensor.nbytes for tensor in tensors_of(self.batch).values()) / 1024**3
+        arrays = sum(array.nbytes for array in self.non_tensor_batch.values()) / 1024**3
+        print(f"{prefix}{', ' if prefix else ''}tensors: {tensors} GB, non-tensors: {arrays} GB")
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A view pickles its whole storage; raw bytes of the rows also let Ray keep them out of band.
+        return {
+            "tensors": {key: pack_tensor(tensor) for key, tensor in tensors_of(self.batch).items()},
+            "batch_size": () if self.batch is None else tuple(self.batch.batch_size),
+            "non_tensor_batch": self.non_tensor_batch,
+            "meta_info": self.meta_info,
+            "row_refs": self.row_refs,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        tensors = {key: unpack_tensor(*packed) for key, packed in state["tensors"].items()}
+        self.batch = TensorDict(tensors, batch_size=state["batch_size"]) if tensors else None
+        arrays = state["non_tensor_batch"]  # Ray hands out read-only memory of its store
+        self.non_tensor_batch = {key: array if array.flags.writeable else array.copy() for key, array in arrays.items()}
+        self.meta_info, self.row_refs = state["meta_info"], state["row_refs"]
+
+    def save_to_disk(self, filepath: str) -> None:
+        """Writes the batch atomically, in a form that ``torch.load(weights_only=True)`` reads.
+
+        Raises:
+            ValueError: an object is no tensor, array, number, string, None, or list/tuple/dict of these; or columns of
+                the batch are remote.
+        """
+        if self.row_refs is not None:
+            raise BatchError(f"columns {sorted(self.row_refs.columns)} are on workers; fetch them first")
+        content = {
+            "batch": {key: tensor.clone() for key, tensor in tensors_of(self.batch).items()},
+            "non_tensor_batch": {key: to_plain(array, key) for key, array in self.non_tensor_batch.items()},
+            "meta_info": {key: to_plain(value, key) for key, value in self.meta_info.items()},
+        }
+        temporary = f"{filepath}.tmp{os.getpid()}"
+        with open(temporary, "wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, filepath)
+
+    @staticmethod
+    def load_from_disk(filepath: str) -> DataProto:
+        content = torch.load(filepath, map_location="cpu", weights_only=True)
+        return DataProto.from_dict(
+            tensors=content["batch"],
+            non_tensors={key: from_plain(value) for key, value in content["non_tensor_batch"].items()},
+            meta_info={key: from_plain(value) for key, value in content["meta_info"].items()},
+        )
+
+    def _columns(self) -> list[str]:
+        remote = [] if self.row_refs is None else [f"remote {name}" for name in self.row_refs.columns]
+        return sorted(tensors_of(self.batch)) + sorted(self.non_tensor_batch) + sorted(remote)
+
+    def _has_rows(self) -> bool:
+        return self.batch is not None or bool(self.non_tensor_batch) or self.row_refs is not None
+
+    def _choose_rows(self, of_tensor: Callable[[Tensor], Tensor], rows: Any) -> DataProto:
+        tensors = {key: of_tensor(tensor) for key, tensor in tensors_of(self.batch).items()}
+        arrays = {key: array[rows] for key, array in self.non_tensor_batch.items()}
+        refs = None if self.row_refs is None else self.row_refs.rows(rows)
+        dims = 1 if self.batch is None else self.batch.ndim
+        return DataProto.from_dict(tensors, arrays, self.meta_info, dims, row_refs=refs)
+
+    def _require_keys(self, batch_keys: list[str], array_keys: list[str], meta_keys: list[str]) -> None:
+        named = (
+            ("batch", batch_keys, list(tensors_of(self.batch))),
+            ("non_tensor_batch", array_keys, list(self.non_tensor_batch)),
+            ("meta_info", meta_keys, list(self.meta_info)),
+        )
+        problems = [
+            f"{place} has no {missing}, only {sorted(present)}"
+            for place, keys, present in named
+            if (missing := [key for key in keys if key not in present])
+        ]
+        if problems:
+            raise BatchError("; ".join(problems))
+
+
+def _require_equal_lengths(
+    tensors: Mapping[str, Tensor], arrays: Mapping[str, np.ndarray], row_refs: RowRefs | None
+) -> None:
+    remote = {} if row_refs is None else {f"remote {key}": places for key, places in row_refs.columns.items()}
+    columns: dict[str, Any] = {**tensors, **arrays, **remote}
+    scalars = [key for key, column in columns.items() if not column.shape]
+    if scalars:
+        raise BatchError(f"columns without a batch dimension: {scalars}")
+    lengths = {key: int(column.shape[0]) for key, column in columns.items()}
+    if len(set(lengths.values())) > 1:
+        raise BatchError(f"columns of one batch have different numbers of rows: {lengths}")
