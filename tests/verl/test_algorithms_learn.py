@@ -16,7 +16,7 @@ from verl.trainer.config import AlgoConfig, RolloutCorrectionConfig
 from verl.trainer.ppo.algos import estimate_advantages
 from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn, kl_penalty
 from verl.trainer.ppo.filter_groups import varies
-from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
+from verl.trainer.ppo.rollout_correction import corrections
 from verl.workers.config import ActorConfig
 from verl.workers.config.actor import PolicyLossConfig
 
@@ -109,9 +109,7 @@ def _train(
         mask_BT = mask_BT * torch.tensor(keeps_P)[rows_B, None]
     config = AlgoConfig(norm_adv_by_std_in_grpo=algorithm.divides_by_std)
     advantages_BT, _ = estimate_advantages(algorithm.estimator, rewards_BT, mask_BT, rows_B, config)
-    weights_BT, kept_BT, _ = compute_rollout_correction_and_rejection_mask(
-        old_BT, rollout_BT, mask_BT, algorithm.correction
-    )
+    weights_BT, kept_BT, _ = corrections(old_BT, rollout_BT, mask_BT, algorithm.correction)
     policy_loss = get_policy_loss_fn(actor.policy_loss.loss_mode)
     for _ in range(UPDATES):
         new_BT, entropy_BT = _log_probs(logits, rows_B, picks_BT)

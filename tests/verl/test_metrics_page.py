@@ -13,7 +13,7 @@ from third_party.jemalloc.stats import MemoryStats
 from verl.protocol import DataProto
 from verl.trainer.config import RolloutCorrectionConfig
 from verl.trainer.ppo import metric_utils
-from verl.trainer.ppo.rollout_corr_helper import PREFIX, compute_rollout_correction_and_rejection_mask
+from verl.trainer.ppo.rollout_correction import PREFIX, corrections
 
 GROUPS = (
     "schedule|actor|critic|timing_s|timing_per_token_ms|perf|training|train|response_length|prompt_length|val|val-core|"
@@ -84,7 +84,7 @@ def test_metrics_of_a_batch_are_there() -> None:
 def test_metrics_of_a_rollout_correction_are_there() -> None:
     config = RolloutCorrectionConfig(rollout_is="token", rollout_rs="sequence", rollout_token_veto_threshold=1e-4)
     zeros = torch.zeros(2, 3)
-    _, _, made = compute_rollout_correction_and_rejection_mask(zeros, zeros, torch.ones(2, 3), config)
+    _, _, made = corrections(zeros, zeros, torch.ones(2, 3), config)
     assert undocumented(made) == []
     written = {name for name, _ in metric_rows() if name.startswith(PREFIX)}
     assert written == made.keys()

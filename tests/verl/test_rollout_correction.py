@@ -11,9 +11,9 @@ import torch
 
 from verl.trainer.config import RolloutCorrectionConfig, config_warnings, load_config, validate_config
 from verl.trainer.config.algorithm import LEVELS
-from verl.trainer.ppo.rollout_corr_helper import (
+from verl.trainer.ppo.rollout_correction import (
     compute_offpolicy_metrics,
-    compute_rollout_correction_and_rejection_mask,
+    corrections,
 )
 
 ROWS, WIDTH = 10, 7
@@ -45,7 +45,7 @@ def _corrected(**knobs: Any) -> tuple[np.ndarray | None, np.ndarray, dict[str, f
     old, rollout, mask = (torch.tensor(array) for array in _arrays())
     config = RolloutCorrectionConfig(**knobs)
     assert config.problems("here") == []
-    weights, kept, metrics = compute_rollout_correction_and_rejection_mask(old, rollout, mask, config)
+    weights, kept, metrics = corrections(old, rollout, mask, config)
     return None if weights is None else weights.numpy(), kept.numpy(), metrics
 
 
@@ -148,7 +148,7 @@ def test_ranks_with_parts_of_the_batch_find_what_one_rank_finds() -> None:
     parts = [[array[:3] for array in arrays], [array[3:] for array in arrays]]
 
     def corrected(tensors: list[torch.Tensor], over_ranks: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, ...]:
-        return compute_rollout_correction_and_rejection_mask(*tensors, config, over_ranks)  # type: ignore[arg-type]
+        return corrections(*tensors, config, over_ranks)  # type: ignore[arg-type]
 
     sums: list[list[torch.Tensor]] = [[], []]
     for part, found in zip(parts, sums, strict=True):
@@ -168,7 +168,7 @@ def test_ranks_with_parts_of_the_batch_find_what_one_rank_finds() -> None:
 def test_equal_log_probs_are_not_corrected() -> None:
     _, rollout, mask = (torch.tensor(array) for array in _arrays())
     config = RolloutCorrectionConfig("sequence", rollout_rs="geometric", rollout_rs_threshold=1.001)
-    weights, kept, metrics = compute_rollout_correction_and_rejection_mask(rollout, rollout, mask, config)
+    weights, kept, metrics = corrections(rollout, rollout, mask, config)
     assert weights is not None and torch.equal(weights, mask) and torch.equal(kept, mask)
     assert metrics["rollout_corr/kl"] == 0.0 and metrics["rollout_corr/ppl_ratio"] == 1.0
     assert metrics["rollout_corr/rollout_is_eff_sample_size"] == 1.0

@@ -44,6 +44,7 @@ from verl.trainer.ppo.policy_losses.geo_mean import compute_policy_loss_geo_mean
 from verl.trainer.ppo.policy_losses.gpg import compute_policy_loss_gpg
 from verl.trainer.ppo.policy_losses.gspo import compute_policy_loss_gspo
 from verl.trainer.ppo.policy_losses.vanilla import compute_policy_loss_vanilla
+from verl.trainer.ppo.rollout_corr_helper import compute_policy_loss_with_rollout_correction
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto
@@ -70,6 +71,7 @@ __all__ = [
     "compute_policy_loss_gspo",
     "compute_policy_loss_kl_cov",
     "compute_policy_loss_vanilla",
+    "compute_policy_loss_with_rollout_correction",
     "compute_reinforce_plus_plus_baseline_outcome_advantage",
     "compute_reinforce_plus_plus_outcome_advantage",
     "compute_remax_outcome_advantage",

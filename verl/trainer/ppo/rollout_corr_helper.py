@@ -1,73 +1,68 @@
-"""Importance sampling and rejection between the policy that sampled and the one that is trained.
+"""Upstream's functions of rollout correction, for batches that are all here.
 
-Both engines hold the same weights, but their numbers differ: r = exp(old_log_prob - rollout_log_prob) is not 1. With r
-of a token, of its sequence (the product over the tokens) or their geometric mean,
-
-    weights   TIS, truncated importance sampling: min(r, C), a factor of the policy loss without gradient
-              (F. Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025)
-    rejection MIS, masked importance sampling: what has r outside [lower, upper] is left out of the loss; at token level
-              with both bounds and weights cut at ``upper``, this is IcePop (Ling team, arXiv 2510.18855)
-    veto      a sequence is left out when any of its tokens has r below a threshold.
-
-What is left out does not count in the denominators of the loss either, as in verl; IcePop's paper leaves it there.
-
-Functions take rows [B, R] of this rank; ``over_ranks`` adds sums up over all data-parallel ranks, so that every metric
-and the normalisation are those of the whole batch. All of it is without gradients.
+``verl.trainer.ppo.rollout_correction`` has the arithmetic, which a run calls with sums over its ranks. Functions of a
+part of it name metrics without the prefix ``rollout_corr/``, those of the whole with it, as upstream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from verl.protocol import DataProto
 from verl.trainer.config.algorithm import RolloutCorrectionConfig
+from verl.trainer.ppo import rollout_correction as arithmetic
+from verl.trainer.ppo.aggregation import agg_loss
+from verl.trainer.ppo.rollout_correction import PREFIX, SAFETY_BOUND
 
-SAFETY_BOUND = 20.0  # of log-ratios before exp; e^20 is far beyond every threshold
-PREFIX = "rollout_corr/"
+__all__ = [
+    "SAFETY_BOUND",
+    "apply_rollout_correction",
+    "compute_is_metrics",
+    "compute_offpolicy_metrics",
+    "compute_policy_loss_with_rollout_correction",
+    "compute_rollout_corr_metrics_from_logprobs",
+    "compute_rollout_correction_and_add_to_batch",
+    "compute_rollout_correction_and_rejection_mask",
+    "compute_rollout_correction_weights",
+    "compute_rollout_rejection_mask",
+    "compute_rs_metrics",
+]
 
-# Adds a float64 vector up over ranks.
-OverRanks = Callable[[Tensor], Tensor]
 
-
-def one_rank(sums: Tensor) -> Tensor:
-    """The batch is all here."""
-    return sums
-
-
-def compute_rollout_correction_and_rejection_mask(
-    old_log_prob: Tensor,
-    rollout_log_prob: Tensor,
+def compute_rollout_rejection_mask(
+    log_ratio: Tensor,
     response_mask: Tensor,
-    config: RolloutCorrectionConfig,
-    over_ranks: OverRanks = one_rank,
-) -> tuple[Tensor | None, Tensor, dict[str, float]]:
-    """(weights [B, R] or None, kept response tokens [B, R], metrics); weights are 0 outside the response."""
-    mask = response_mask.to(old_log_prob.dtype)
-    log_ratio = (old_log_prob - rollout_log_prob) * mask
-    metrics = compute_offpolicy_metrics(old_log_prob, rollout_log_prob, response_mask, over_ranks)
-    weights, kept = None, mask
-    if config.rollout_is is not None:
-        weights, found = compute_rollout_correction_weights(
-            log_ratio,
-            response_mask,
-            config.rollout_is,
-            config.rollout_is_threshold,
-            config.rollout_is_batch_normalize,
-            over_ranks,
-        )
-        metrics |= found
-    if config.rollout_rs is not None:
-        kept, found = compute_rollout_rejection_mask(
-            log_ratio, response_mask, config.rollout_rs, config.rs_upper, config.rs_lower, over_ranks
-        )
-        metrics |= found
-    if config.rollout_token_veto_threshold is not None:
-        is_vetoed = (_ratio(log_ratio) < config.rollout_token_veto_threshold) & (mask > 0)
-        kept = kept * (~is_vetoed.any(-1, keepdim=True)).to(mask.dtype)
-        metrics |= _shares(is_vetoed, mask, over_ranks, "rollout_is_veto_fraction", "rollout_is_catastrophic_fraction")
-    return weights, kept, metrics
+    rollout_rs: str = "token",
+    rollout_rs_threshold: float | None = None,
+    rollout_rs_threshold_lower: float | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """(1 on response tokens that stay, metrics); ValueError without the upper threshold."""
+    if rollout_rs_threshold is None:
+        raise ValueError("rollout_rs_threshold is absent; give the upper bound of the ratios that stay")
+    kept, metrics = arithmetic.compute_rollout_rejection_mask(
+        log_ratio, response_mask, rollout_rs, rollout_rs_threshold, rollout_rs_threshold_lower
+    )
+    return kept, _plain(metrics)
+
+
+def compute_rs_metrics(
+    rollout_is_weights: Tensor,
+    log_ratio_for_metrics: Tensor,
+    response_mask: Tensor,
+    rollout_rs: str,
+    rollout_rs_threshold: float,
+    rollout_rs_threshold_lower: float,
+) -> dict[str, float]:
+    """How the ratios lie to both thresholds; ``rollout_is_weights`` are not read: they are cut."""
+    found = _spread(log_ratio_for_metrics, response_mask, rollout_rs)
+    found["fraction_high"] = float((found["ratios"] > rollout_rs_threshold).float().mean())
+    found["fraction_low"] = float((found["ratios"] < rollout_rs_threshold_lower).float().mean())
+    del found["ratios"]
+    return {f"rollout_rs_{name}": value for name, value in found.items()}
 
 
 def compute_rollout_correction_weights(
@@ -76,113 +71,182 @@ def compute_rollout_correction_weights(
     rollout_is: str = "token",
     rollout_is_threshold: float = 2.0,
     rollout_is_batch_normalize: bool = False,
-    over_ranks: OverRanks = one_rank,
 ) -> tuple[Tensor, dict[str, float]]:
-    """min(r, threshold) on every response token, r that of ``rollout_is``'s level, and how they spread.
-
-    With ``rollout_is_batch_normalize`` divided by their mean: over tokens, or at other levels over sequences.
-    ``rollout_is_eff_sample_size`` is (sum w)^2 / (n sum w^2) over the same.
-    """
-    mask = response_mask.to(log_ratio.dtype)
-    ratio = _ratio(_at_level(log_ratio, mask, rollout_is))
-    weights = torch.clamp(ratio, max=rollout_is_threshold) * mask
-    # Each sequence once where all its tokens share a weight, so that long ones do not count more.
-    once = mask if rollout_is == "token" else _first_tokens(mask)
-    w, r = (weights * once).double(), (ratio * once).double()
-    is_cut = (ratio > rollout_is_threshold) * once
-    sums = torch.stack([once.double().sum(), w.sum(), w.square().sum(), r.sum(), is_cut.double().sum()])
-    count, total, squares, raw, cut = over_ranks(sums).tolist()
-    count = max(count, 1.0)
-    mean = total / count
-    metrics = {
-        "rollout_is_mean": mean,
-        "rollout_is_std": max(squares / count - mean**2, 0.0) ** 0.5,
-        "rollout_is_eff_sample_size": total**2 / (count * squares) if squares > 0 else 1.0,
-        "rollout_is_ratio_mean": raw / count,
-        "rollout_is_ratio_fraction_high": cut / count,
-    }
-    if rollout_is_batch_normalize and mean > 0:
-        weights = weights / mean
-    return weights, {PREFIX + name: value for name, value in metrics.items()}
+    """(weights [B, R] that are cut at the threshold, metrics); ValueError for a threshold that is not above 0."""
+    if rollout_is_threshold <= 0:
+        raise ValueError(f"rollout_is_threshold is {rollout_is_threshold}; expected above 0")
+    weights, metrics = arithmetic.compute_rollout_correction_weights(
+        log_ratio, response_mask, rollout_is, rollout_is_threshold, rollout_is_batch_normalize
+    )
+    return weights, _plain(metrics)
 
 
-def compute_rollout_rejection_mask(
-    log_ratio: Tensor,
+def compute_is_metrics(
+    rollout_is_weights: Tensor,
+    log_ratio_for_metrics: Tensor,
     response_mask: Tensor,
-    rollout_rs: str = "token",
-    rollout_rs_threshold: float = 2.0,
+    rollout_is: str,
+    rollout_is_threshold: float,
+) -> dict[str, float]:
+    """How the ratios spread before the cut, and the effective sample size of the weights."""
+    found = _spread(log_ratio_for_metrics, response_mask, rollout_is)
+    found["ratio_fraction_high"] = float((found["ratios"] > rollout_is_threshold).float().mean())
+    found["ratio_fraction_low"] = float((found["ratios"] < 1.0 / rollout_is_threshold).float().mean())
+    weights = rollout_is_weights[response_mask.bool()]
+    found["eff_sample_size"] = float(weights.sum().square() / (len(weights) * weights.square().sum()))
+    del found["ratios"]
+    return {f"rollout_is_{name}": value for name, value in found.items()}
+
+
+def compute_rollout_correction_and_rejection_mask(
+    old_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    response_mask: Tensor,
+    rollout_is: str | None = None,
+    rollout_is_threshold: float | None = 2.0,
+    rollout_rs: str | None = None,
+    rollout_rs_threshold: float | None = 2.0,
     rollout_rs_threshold_lower: float | None = None,
-    over_ranks: OverRanks = one_rank,
-) -> tuple[Tensor, dict[str, float]]:
-    """1 on response tokens with lower <= r <= upper, r that of ``rollout_rs``'s level; lower absent = 1 / upper."""
-    mask = response_mask.to(log_ratio.dtype)
-    lower = 1.0 / rollout_rs_threshold if rollout_rs_threshold_lower is None else rollout_rs_threshold_lower
-    ratio = _ratio(_at_level(log_ratio, mask, rollout_rs))
-    is_out = ((ratio < lower) | (ratio > rollout_rs_threshold)) & (mask > 0)
-    metrics = _shares(is_out, mask, over_ranks, "rollout_rs_seq_masked_fraction", "rollout_rs_masked_fraction")
-    return mask * (~is_out).to(mask.dtype), metrics
+    rollout_token_veto_threshold: float | None = None,
+    rollout_is_batch_normalize: bool = False,
+) -> tuple[DataProto | None, Tensor, dict[str, float]]:
+    """(a batch with ``rollout_is_weights`` or None, the response mask without what is rejected, metrics).
+
+    The keys are those of ``algorithm.rollout_correction``; all tensors are [B, R].
+
+    Raises:
+        ValueError: a key has a value that the config would refuse, or there is no response token.
+    """
+    config = RolloutCorrectionConfig(
+        rollout_is=rollout_is,
+        rollout_is_threshold=2.0 if rollout_is_threshold is None else rollout_is_threshold,
+        rollout_rs=rollout_rs,
+        rollout_rs_threshold=rollout_rs_threshold,
+        rollout_rs_threshold_lower=rollout_rs_threshold_lower,
+        rollout_token_veto_threshold=rollout_token_veto_threshold,
+        rollout_is_batch_normalize=rollout_is_batch_normalize and rollout_is is not None,
+    )
+    problems = config.problems("rollout_correction")
+    if problems:
+        raise ValueError("; ".join(problems))
+    if not response_mask.any():
+        raise ValueError("response_mask has no token: there is nothing to correct")
+    weights, kept, metrics = arithmetic.corrections(old_log_prob, rollout_log_prob, response_mask, config)
+    found = None if weights is None else DataProto.from_dict({"rollout_is_weights": weights})
+    return found, kept.to(response_mask.dtype), metrics
 
 
 def compute_offpolicy_metrics(
-    old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, over_ranks: OverRanks = one_rank
-) -> dict[str, float]:
-    """How far apart the two policies are, over the tokens or sequences of the batch.
+    old_log_prob: Tensor, rollout_log_prob: Tensor | None, response_mask: Tensor
+) -> dict[str, Any]:
+    """How far apart the policies are; without the rollout's log-probs ``training_ppl`` alone."""
+    rollout = old_log_prob if rollout_log_prob is None else rollout_log_prob
+    found = arithmetic.compute_offpolicy_metrics(old_log_prob, rollout, response_mask)
+    plain = _plain(found)
+    return plain if rollout_log_prob is not None else {"training_ppl": plain["training_ppl"]}
 
-    d = rollout - old log-prob, tokens drawn from the rollout: ``kl`` is the mean of d, KL(rollout || old), ``k3_kl``
-    that of exp(-d) + d - 1. A sequence's perplexity is exp(-mean log-prob), ``ppl_ratio`` the mean over sequences of
-    training's over the rollout's. ``chi2_token`` and ``chi2_seq`` are mean(r^2) - 1 of tokens and of sequences.
+
+def compute_rollout_correction_and_add_to_batch(
+    batch: DataProto, rollout_corr_config: Any
+) -> tuple[DataProto, dict[str, float]]:
+    """(the batch with ``rollout_is_weights``, where asked for, and ``response_mask`` without rejected tokens, metrics).
+
+    ``rollout_corr_config`` is the section ``algorithm.rollout_correction``, or a mapping with its keys.
     """
-    mask = response_mask.double()
-    old, rollout = old_log_prob.double() * mask, rollout_log_prob.double() * mask
-    log_ratio = old - rollout
-    ratio, lengths = _ratio(log_ratio), mask.sum(-1)
-    has_tokens = (lengths > 0).double()
-    lengths = lengths.clamp(min=1)
-    ppl_old, ppl_rollout = -old.sum(-1) / lengths, -rollout.sum(-1) / lengths
-    gap = ppl_old - ppl_rollout
-    of_tokens = [mask, -log_ratio, (ratio - log_ratio - 1) * mask, (ratio.square() - 1) * mask]
-    of_rows = [
-        has_tokens,
-        ppl_old.exp() * has_tokens,
-        ppl_rollout.exp() * has_tokens,
-        gap,
-        gap.abs(),
-        gap.exp() * has_tokens,
-        (_ratio(2 * log_ratio.sum(-1)) - 1) * has_tokens,
-    ]
-    sums = over_ranks(torch.stack([values.sum() for values in (*of_tokens, *of_rows)])).tolist()
-    tokens, rows = max(sums[0], 1.0), max(sums[4], 1.0)
-    names = (
-        *("kl", "k3_kl", "chi2_token"),
-        *("training_ppl", "rollout_ppl", "log_ppl_diff", "log_ppl_abs_diff", "ppl_ratio", "chi2_seq"),
+    keys = {field.name for field in fields(RolloutCorrectionConfig)} - {"bypass_mode"}
+    given = {key: value for key in keys if (value := _knob(rollout_corr_config, key)) is not None}
+    given.setdefault("rollout_rs_threshold", given.get("rollout_is_threshold", 2.0))
+    tensors = batch.batch
+    weights, mask, metrics = compute_rollout_correction_and_rejection_mask(
+        tensors["old_log_probs"], tensors["rollout_log_probs"], tensors["response_mask"], **given
     )
-    means = [total / tokens for total in sums[1:4]] + [total / rows for total in sums[5:]]
-    return {PREFIX + name: value for name, value in zip(names, means, strict=True)}
+    tensors["response_mask"] = mask
+    if weights is not None:
+        batch = batch.union(weights)
+    return batch, metrics
 
 
-def _at_level(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
-    """Log-ratio of a token's token, sequence, or sequence's mean, broadcast to [B, R]."""
-    if level == "token":
-        return log_ratio
-    sums = (log_ratio * mask).sum(-1, keepdim=True)
-    if level == "sequence":
-        return sums.expand_as(log_ratio)
-    if level == "geometric":
-        return (sums / mask.sum(-1, keepdim=True).clamp(min=1)).expand_as(log_ratio)
-    raise ValueError(f"rollout correction at level {level!r} is not known; expected token, sequence or geometric")
+def compute_rollout_corr_metrics_from_logprobs(
+    log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor
+) -> dict[str, float]:
+    """``compute_offpolicy_metrics`` of the current policy, under the names of a run."""
+    return arithmetic.compute_offpolicy_metrics(log_prob.detach(), rollout_log_prob, response_mask)
 
 
-def _ratio(log_ratio: Tensor) -> Tensor:
-    return torch.clamp(log_ratio, min=-SAFETY_BOUND, max=SAFETY_BOUND).exp()
+def apply_rollout_correction(batch: DataProto, rollout_corr_config: Any = None, policy_loss_config: Any = None) -> None:
+    """Bypass mode: the rollout's log-probs become the old ones of the batch, in place.
+
+    Raises:
+        ValueError: the batch has none, or ``use_policy_gradient`` asks for a loss that corrects itself
+            (``compute_policy_loss_with_rollout_correction`` computes it).
+    """
+    if "rollout_log_probs" not in batch.batch:
+        raise ValueError(
+            "bypass mode: the batch has no rollout_log_probs; set actor_rollout_ref.rollout.calculate_log_probs=True"
+        )
+    if _knob(rollout_corr_config, "use_policy_gradient"):
+        raise ValueError("use_policy_gradient is not there; leave it out and choose policy_loss.loss_mode=gpg")
+    batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
 
 
-def _first_tokens(mask: Tensor) -> Tensor:
-    """1 on the first response token of every row that has one."""
-    return mask * (mask.cumsum(-1) == 1).to(mask.dtype)
+def compute_policy_loss_with_rollout_correction(
+    rollout_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    eos_mask: Tensor,
+    loss_agg_mode: str = "seq-mean-token-sum",
+    loss_scale_factor: float = 1.0,
+    rollout_is: str | None = None,
+    rollout_is_threshold: float = 2.0,
+    rollout_rs: str | None = None,
+    rollout_rs_threshold: float | None = None,
+    rollout_rs_threshold_lower: float | None = None,
+    rollout_token_veto_threshold: float | None = None,
+    rollout_is_batch_normalize: bool = False,
+) -> tuple[Tensor, dict[str, Any]]:
+    """(-sg[w] A log_prob aggregated over what is not rejected, times ``loss_scale_factor``; metrics).
+
+    The ratios are those of the current policy to the rollout's, so that no old log-probs are needed; w is 1 without
+    ``rollout_is``. All tensors are [B, R].
+    """
+    with torch.no_grad():
+        weights, mask, metrics = compute_rollout_correction_and_rejection_mask(
+            log_prob.detach(),
+            rollout_log_prob,
+            eos_mask,
+            rollout_is,
+            rollout_is_threshold,
+            rollout_rs,
+            rollout_rs_threshold,
+            rollout_rs_threshold_lower,
+            rollout_token_veto_threshold,
+            rollout_is_batch_normalize,
+        )
+    loss = -advantages * log_prob
+    if weights is not None:
+        loss = loss * weights.batch["rollout_is_weights"]
+    return agg_loss(loss, mask, loss_agg_mode) * loss_scale_factor, metrics
 
 
-def _shares(is_out: Tensor, mask: Tensor, over_ranks: OverRanks, of_rows: str, of_tokens: str) -> dict[str, float]:
-    """The share of sequences with any such token, and that of such tokens."""
-    counts = [is_out.any(-1), mask.amax(-1), is_out, mask]
-    rows_out, rows, out, tokens = over_ranks(torch.stack([count.double().sum() for count in counts])).tolist()
-    return {PREFIX + of_rows: rows_out / max(rows, 1.0), PREFIX + of_tokens: out / max(tokens, 1.0)}
+def _spread(log_ratio: Tensor, response_mask: Tensor, level: str) -> dict[str, Any]:
+    """``ratios`` of tokens or, at other levels, of sequences with tokens, and their mean, deviation and ends."""
+    mask = response_mask.to(log_ratio.dtype)
+    ratios = arithmetic.ratio_at_level(log_ratio, mask, level)
+    chosen = ratios[mask > 0] if level == "token" else ratios[mask.sum(-1) > 0][:, 0]
+    return {
+        "ratios": chosen,
+        "mean": float(chosen.mean()),
+        "std": float(chosen.std(unbiased=False)),
+        "max": float(chosen.max()),
+        "min": float(chosen.min()),
+    }
+
+
+def _plain(metrics: dict[str, float]) -> dict[str, float]:
+    return {name.removeprefix(PREFIX): value for name, value in metrics.items()}
+
+
+def _knob(config: Any, name: str) -> Any:
+    if config is None:
+        return None
+    return config.get(name) if hasattr(config, "get") else getattr(config, name, None)

@@ -15,7 +15,7 @@ from verl.trainer.config import RolloutCorrectionConfig
 from verl.trainer.ppo.aggregation import token_loss_weights
 from verl.trainer.ppo.kl import kl_penalty
 from verl.trainer.ppo.policy_losses import SequenceMean, TokenForm, get_policy_loss_fn, token_form
-from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
+from verl.trainer.ppo.rollout_correction import corrections
 from verl.utils.megatron.packed_batch import PackedMicroBatch
 from verl.utils.megatron.reduce import mean_by_name, reduce_over
 from verl.workers.actor.row_loss import loss_of_rows
@@ -309,7 +309,7 @@ def corrected(
         return reduce_over(sums, groups.dp, dist.ReduceOp.SUM, device)
 
     old, rollout, mask = (data.batch[name] for name in names)
-    weights, kept, metrics = compute_rollout_correction_and_rejection_mask(old, rollout, mask, config, over_ranks)
+    weights, kept, metrics = corrections(old, rollout, mask, config, over_ranks)
     columns = dict(data.batch.items()) | {"kept_mask": kept}
     if weights is not None:
         columns["rollout_is_weights"] = weights

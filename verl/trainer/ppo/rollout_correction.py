@@ -1,0 +1,193 @@
+"""Importance sampling and rejection between the policy that sampled and the one that is trained.
+
+Both engines hold the same weights, but their numbers differ: r = exp(old_log_prob - rollout_log_prob) is not 1. With r
+of a token, of its sequence (the product over the tokens) or their geometric mean,
+
+    weights   TIS, truncated importance sampling: min(r, C), a factor of the policy loss without gradient
+              (F. Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025)
+    rejection MIS, masked importance sampling: what has r outside [lower, upper] is left out of the loss; at token level
+              with both bounds and weights cut at ``upper``, this is IcePop (Ling team, arXiv 2510.18855)
+    veto      a sequence is left out when any of its tokens has r below a threshold.
+
+What is left out does not count in the denominators of the loss either, as in verl; IcePop's paper leaves it there.
+
+Functions take rows [B, R] of this rank; ``over_ranks`` adds sums up over all data-parallel ranks, so that every metric
+and the normalisation are those of the whole batch. All of it is without gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from verl.trainer.config.algorithm import RolloutCorrectionConfig
+
+SAFETY_BOUND = 20.0  # of log-ratios before exp; e^20 is far beyond every threshold
+PREFIX = "rollout_corr/"
+
+# Adds a float64 vector up over ranks.
+OverRanks = Callable[[Tensor], Tensor]
+
+
+def one_rank(sums: Tensor) -> Tensor:
+    """The batch is all here."""
+    return sums
+
+
+def corrections(
+    old_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    response_mask: Tensor,
+    config: RolloutCorrectionConfig,
+    over_ranks: OverRanks = one_rank,
+) -> tuple[Tensor | None, Tensor, dict[str, float]]:
+    """(weights [B, R] or None, kept response tokens [B, R], metrics); weights are 0 outside the response."""
+    mask = response_mask.to(old_log_prob.dtype)
+    log_ratio = (old_log_prob - rollout_log_prob) * mask
+    metrics = compute_offpolicy_metrics(old_log_prob, rollout_log_prob, response_mask, over_ranks)
+    weights, kept = None, mask
+    if config.rollout_is is not None:
+        weights, found = compute_rollout_correction_weights(
+            log_ratio,
+            response_mask,
+            config.rollout_is,
+            config.rollout_is_threshold,
+            config.rollout_is_batch_normalize,
+            over_ranks,
+        )
+        metrics |= found
+    if config.rollout_rs is not None:
+        kept, found = compute_rollout_rejection_mask(
+            log_ratio, response_mask, config.rollout_rs, config.rs_upper, config.rs_lower, over_ranks
+        )
+        metrics |= found
+    if config.rollout_token_veto_threshold is not None:
+        is_vetoed = (_ratio(log_ratio) < config.rollout_token_veto_threshold) & (mask > 0)
+        kept = kept * (~is_vetoed.any(-1, keepdim=True)).to(mask.dtype)
+        metrics |= _shares(is_vetoed, mask, over_ranks, "rollout_is_veto_fraction", "rollout_is_catastrophic_fraction")
+    return weights, kept, metrics
+
+
+def compute_rollout_correction_weights(
+    log_ratio: Tensor,
+    response_mask: Tensor,
+    rollout_is: str = "token",
+    rollout_is_threshold: float = 2.0,
+    rollout_is_batch_normalize: bool = False,
+    over_ranks: OverRanks = one_rank,
+) -> tuple[Tensor, dict[str, float]]:
+    """min(r, threshold) on every response token, r that of ``rollout_is``'s level, and how they spread.
+
+    With ``rollout_is_batch_normalize`` divided by their mean: over tokens, or at other levels over sequences.
+    ``rollout_is_eff_sample_size`` is (sum w)^2 / (n sum w^2) over the same.
+    """
+    mask = response_mask.to(log_ratio.dtype)
+    ratio = ratio_at_level(log_ratio, mask, rollout_is)
+    weights = torch.clamp(ratio, max=rollout_is_threshold) * mask
+    # Each sequence once where all its tokens share a weight, so that long ones do not count more.
+    once = mask if rollout_is == "token" else _first_tokens(mask)
+    w, r = (weights * once).double(), (ratio * once).double()
+    is_cut = (ratio > rollout_is_threshold) * once
+    sums = torch.stack([once.double().sum(), w.sum(), w.square().sum(), r.sum(), is_cut.double().sum()])
+    count, total, squares, raw, cut = over_ranks(sums).tolist()
+    count = max(count, 1.0)
+    mean = total / count
+    metrics = {
+        "rollout_is_mean": mean,
+        "rollout_is_std": max(squares / count - mean**2, 0.0) ** 0.5,
+        "rollout_is_eff_sample_size": total**2 / (count * squares) if squares > 0 else 1.0,
+        "rollout_is_ratio_mean": raw / count,
+        "rollout_is_ratio_fraction_high": cut / count,
+    }
+    if rollout_is_batch_normalize and mean > 0:
+        weights = weights / mean
+    return weights, {PREFIX + name: value for name, value in metrics.items()}
+
+
+def compute_rollout_rejection_mask(
+    log_ratio: Tensor,
+    response_mask: Tensor,
+    rollout_rs: str = "token",
+    rollout_rs_threshold: float = 2.0,
+    rollout_rs_threshold_lower: float | None = None,
+    over_ranks: OverRanks = one_rank,
+) -> tuple[Tensor, dict[str, float]]:
+    """1 on response tokens with lower <= r <= upper, r that of ``rollout_rs``'s level; lower absent = 1 / upper."""
+    mask = response_mask.to(log_ratio.dtype)
+    lower = 1.0 / rollout_rs_threshold if rollout_rs_threshold_lower is None else rollout_rs_threshold_lower
+    ratio = ratio_at_level(log_ratio, mask, rollout_rs)
+    is_out = ((ratio < lower) | (ratio > rollout_rs_threshold)) & (mask > 0)
+    metrics = _shares(is_out, mask, over_ranks, "rollout_rs_seq_masked_fraction", "rollout_rs_masked_fraction")
+    return mask * (~is_out).to(mask.dtype), metrics
+
+
+def compute_offpolicy_metrics(
+    old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, over_ranks: OverRanks = one_rank
+) -> dict[str, float]:
+    """How far apart the two policies are, over the tokens or sequences of the batch.
+
+    d = rollout - old log-prob, tokens drawn from the rollout: ``kl`` is the mean of d, KL(rollout || old), ``k3_kl``
+    that of exp(-d) + d - 1. A sequence's perplexity is exp(-mean log-prob), ``ppl_ratio`` the mean over sequences of
+    training's over the rollout's. ``chi2_token`` and ``chi2_seq`` are mean(r^2) - 1 of tokens and of sequences.
+    """
+    mask = response_mask.double()
+    old, rollout = old_log_prob.double() * mask, rollout_log_prob.double() * mask
+    log_ratio = old - rollout
+    ratio, lengths = _ratio(log_ratio), mask.sum(-1)
+    has_tokens = (lengths > 0).double()
+    lengths = lengths.clamp(min=1)
+    ppl_old, ppl_rollout = -old.sum(-1) / lengths, -rollout.sum(-1) / lengths
+    gap = ppl_old - ppl_rollout
+    of_tokens = [mask, -log_ratio, (ratio - log_ratio - 1) * mask, (ratio.square() - 1) * mask]
+    of_rows = [
+        has_tokens,
+        ppl_old.exp() * has_tokens,
+        ppl_rollout.exp() * has_tokens,
+        gap,
+        gap.abs(),
+        gap.exp() * has_tokens,
+        (_ratio(2 * log_ratio.sum(-1)) - 1) * has_tokens,
+    ]
+    sums = over_ranks(torch.stack([values.sum() for values in (*of_tokens, *of_rows)])).tolist()
+    tokens, rows = max(sums[0], 1.0), max(sums[4], 1.0)
+    names = (
+        *("kl", "k3_kl", "chi2_token"),
+        *("training_ppl", "rollout_ppl", "log_ppl_diff", "log_ppl_abs_diff", "ppl_ratio", "chi2_seq"),
+    )
+    means = [total / tokens for total in sums[1:4]] + [total / rows for total in sums[5:]]
+    return {PREFIX + name: value for name, value in zip(names, means, strict=True)}
+
+
+def ratio_at_level(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
+    """exp of the log-ratio of a token's token, sequence, or sequence's mean, [B, R]."""
+    return _ratio(_at_level(log_ratio, mask, level))
+
+
+def _at_level(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
+    """Log-ratio of a token's token, sequence, or sequence's mean, broadcast to [B, R]."""
+    if level == "token":
+        return log_ratio
+    sums = (log_ratio * mask).sum(-1, keepdim=True)
+    if level == "sequence":
+        return sums.expand_as(log_ratio)
+    if level == "geometric":
+        return (sums / mask.sum(-1, keepdim=True).clamp(min=1)).expand_as(log_ratio)
+    raise ValueError(f"rollout correction at level {level!r} is not known; expected token, sequence or geometric")
+
+
+def _ratio(log_ratio: Tensor) -> Tensor:
+    return torch.clamp(log_ratio, min=-SAFETY_BOUND, max=SAFETY_BOUND).exp()
+
+
+def _first_tokens(mask: Tensor) -> Tensor:
+    """1 on the first response token of every row that has one."""
+    return mask * (mask.cumsum(-1) == 1).to(mask.dtype)
+
+
+def _shares(is_out: Tensor, mask: Tensor, over_ranks: OverRanks, of_rows: str, of_tokens: str) -> dict[str, float]:
+    """The share of sequences with any such token, and that of such tokens."""
+    counts = [is_out.any(-1), mask.amax(-1), is_out, mask]
+    rows_out, rows, out, tokens = over_ranks(torch.stack([count.double().sum() for count in counts])).tolist()
+    return {PREFIX + of_rows: rows_out / max(rows, 1.0), PREFIX + of_tokens: out / max(tokens, 1.0)}
