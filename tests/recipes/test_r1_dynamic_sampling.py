@@ -215,6 +215,7 @@ def test_the_tiny_config_has_what_the_full_size_has() -> None:
     assert engine_problems(tiny.actor_rollout_ref, 2, parse_hf_config(HF_CONFIG)) == []
     for config in (tiny, full):
         actor = config.actor_rollout_ref.actor
+        assert config.algorithm.filter_groups.stop_early
         assert config.algorithm.filter_groups.enable and config.gen_batch_size == 2 * config.data.train_batch_size
         assert actor.clip_high == 0.28 > actor.clip_low == 0.2
         assert config.data.train_batch_size > actor.ppo_mini_batch_size and config.needs_old_log_prob

@@ -53,10 +53,6 @@ def test_one_step_off_is_a_pace_of_its_own() -> None:
             (*ASYNC, "async_training.trigger_parameter_sync_step=2", "trainer.save_freq=3"),
             "trainer.save_freq is 3, which async_training.trigger_parameter_sync_step 2 does not divide",
         ),
-        (
-            (*ASYNC, "algorithm.filter_groups={enable:True,metric:score}", "actor_rollout_ref.rollout.n=2"),
-            "dynamic sampling is not there with trainer.schedule=fully_async",
-        ),
         ((*ASYNC, "actor_rollout_ref.rollout.rebalance_interval=8"), "rebalance_interval is 8; with trainer.schedule"),
         (
             (*ASYNC, "actor_rollout_ref.rollout.tensor_model_parallel_size=4"),

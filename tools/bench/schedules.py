@@ -2,11 +2,16 @@
 
     python -m tools.bench.schedules --output DIR [--rounds 3] [--steps 20]         # samples per second
     python -m tools.bench.schedules --output DIR --score [--rounds 0]               # and the score that each reaches
+    python -m tools.bench.schedules --output DIR --over-sampling 2                   # dynamic sampling that stops early
 
 For the rate, prompts have response limits of their own from a heavy tail (Pareto, exponent 1, from ``--shortest`` to
 ``--longest``) and ignore the end token, so that every schedule generates the same lengths. The schedules take turns; a
 round's ratio is of runs next to each other, and the figure is the median. The rate is that of the steps behind the
 first ``--filling``, in which an asynchronous run trains on short samples, since the long ones have not ended.
+
+With ``--over-sampling F`` dynamic sampling generates F times a step's prompts, with a filter that keeps every group:
+until all have ended, and with ``algorithm.filter_groups.stop_early`` until enough have. The figure is the ratio of the
+seconds of ``timing_s/gen``. The groups that are kept then are the shorter ones, as the table shows.
 
 For the score, both train on the arithmetic task with the recipe's settings, from the same base model.
 """
@@ -30,6 +35,8 @@ from recipes.common.base_model import make_base_model
 from recipes.r1_zero.json_to_parquet import main as json_to_parquet
 from recipes.r1_zero.recipe import CORPUS
 from tools.report.run_data import read_jsonl
+from verl.trainer.config import PPOTrainerConfig
+from verl.trainer.ppo.filter_groups import SampleGroup
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG_DIR, REWARD = ROOT / "recipes/r1_zero/config", ROOT / "recipes/r1_zero/deepscaler.py"
@@ -57,12 +64,27 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
     ),
 }
 
+FILTER = "algorithm.filter_groups.enable=True", "algorithm.filter_groups.filter_path=tools.bench.schedules.every_group"
+WAITS, STOPS = "waits for all", "stops early"
+SAMPLERS = {
+    WAITS: (*SCHEDULES[SYNC], *FILTER),
+    STOPS: (*SCHEDULES[SYNC], *FILTER, "algorithm.filter_groups.stop_early=True"),
+}
+
+
+def every_group(config: PPOTrainerConfig, group: SampleGroup) -> bool:
+    """A filter that keeps all, so that lengths alone decide how long a generation takes."""
+    return True
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the tables; 1 when fully_async is slower than --least-ratio or scores more than --margin below sync."""
     options = _parser().parse_args(argv)
     inputs = make_inputs(options)
     is_good = True
+    if options.over_sampling:
+        ratios = compare_samplers(options, inputs)
+        return int(statistics.median(ratios) < options.least_ratio)
     if options.rounds:
         is_good = statistics.median(compare_rates(options, inputs)[FULLY_ASYNC]) >= options.least_ratio
     if options.score:
@@ -125,6 +147,32 @@ def compare_rates(options: argparse.Namespace, inputs: Path) -> dict[str, list[f
     return ratios
 
 
+def compare_samplers(options: argparse.Namespace, inputs: Path) -> list[float]:
+    """Over-sampling that waits for all groups and that stops early, in turns; the ratio of their seconds by round."""
+    num_prompts = round(options.prompts * options.over_sampling)
+    at_once = num_prompts * options.samples // 4  # each of the ranks decodes all of its samples at once
+    sizes = (f"data.gen_batch_size={num_prompts}", f"{ROLLOUT}.max_num_seqs={at_once}")
+    overrides = [*rate_overrides(SYNC, options, inputs), *sizes]
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in SAMPLERS}
+    for round_ in range(options.rounds):
+        for name in SAMPLERS:
+            directory = options.output / f"over-sampling-{num_prompts}-{name.split()[0]}-{round_}"
+            run(name, directory, inputs, overrides, options)
+            steps = read_jsonl(directory / "metrics.jsonl")[1:]  # the first one warms up
+            keys = ("timing_s/gen", "response_length/mean", "train/aborted_groups", "train/num_gen_batches")
+            found[name].append({key: statistics.mean(step.get(key, 0.0) for step in steps) for key in keys})
+            print(f"round {round_}: {name}: {found[name][-1]}", flush=True)
+    print("| sampler | s of generation a step | tokens of a trained response | groups aborted | generations |")
+    print("|---|---|---|---|---|")
+    for name in SAMPLERS:
+        figures = [statistics.median(round_[key] for round_ in found[name]) for key in found[name][0]]
+        print(f"| {name} | {figures[0]:.2f} | {figures[1]:.1f} | {figures[2]:.1f} | {figures[3]:.1f} |", flush=True)
+    pairs = zip(found[WAITS], found[STOPS], strict=True)
+    ratios = [waits["timing_s/gen"] / stops["timing_s/gen"] for waits, stops in pairs]
+    print(f"stopping early is {statistics.median(ratios):.2f} times as fast", flush=True)
+    return ratios
+
+
 def rate_overrides(name: str, options: argparse.Namespace, inputs: Path) -> list[str]:
     """Long-tailed lengths, nothing but training steps; a synchronous rank decodes all of its samples at once."""
     sequences = options.prompts * options.samples // 4 if name == SYNC else options.sequences
@@ -173,7 +221,7 @@ def run(name: str, directory: Path, inputs: Path, overrides: list[str], options:
     """
     wanted = int(next(item for item in overrides if item.startswith("trainer.total_training_steps=")).split("=")[1])
     bound = [f"async_training.staleness_threshold={options.staleness}"] if name == FULLY_ASYNC else []
-    settings = "\n".join([*overrides, *SCHEDULES[name], *bound, *options.overrides]) + "\n"
+    settings = "\n".join([*overrides, *(SCHEDULES | SAMPLERS)[name], *bound, *options.overrides]) + "\n"
     saved, done = directory / "settings.txt", read_jsonl(directory / "metrics.jsonl")
     if done and (not saved.is_file() or saved.read_text() != settings):
         raise ValueError(f"{directory} has a run with other settings (settings.txt): give another --output")
@@ -239,6 +287,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--score-steps", type=int, default=20)
     parser.add_argument("--least-ratio", type=float, default=1.5, help="of samples per second, fully_async to sync")
     parser.add_argument("--margin", type=float, default=0.03, help="how far below sync's score is still a draw")
+    parser.add_argument("--over-sampling", type=float, help="prompts of a generation over those of a step")
     parser.add_argument("--schedules", nargs="+", choices=list(SCHEDULES), default=[FULLY_ASYNC])
     parser.add_argument("--overrides", nargs="*", default=[], help="key=value for every run")
     return parser

@@ -89,11 +89,13 @@ def run_ppo(config: PPOTrainerConfig) -> int:
 def worker_classes(config: PPOTrainerConfig) -> tuple[type, type | None]:
     """The classes of the processes that train, and of those that only generate, if there are any."""
     from verl.workers.megatron_workers import ActorRolloutRefWorker
-    from verl.workers.separate_workers import RolloutWorker, SavedRolloutWorker, TrainingWorker
+    from verl.workers.separate_workers import GroupRolloutWorker, RolloutWorker, SavedRolloutWorker, TrainingWorker
 
     if config.has_rollout_ranks:
         return TrainingWorker, RolloutWorker
-    return (ActorRolloutRefWorker if config.trainer.train_only is None else SavedRolloutWorker), None
+    if config.trainer.train_only is not None:
+        return SavedRolloutWorker, None
+    return (GroupRolloutWorker if config.algorithm.filter_groups.stop_early else ActorRolloutRefWorker), None
 
 
 def _init_ray(config: PPOTrainerConfig) -> None:

@@ -20,7 +20,7 @@ from verl.workers.engine_setup import PARAMS_DTYPES
 from verl.workers.megatron_workers import ActorRolloutRefWorker
 from verl.workers.phases import make_watchdog, worker_phase
 from verl.workers.rollout.rollout_messages import RolloutRequest, RolloutResult
-from verl.workers.rollout.vllm_rollout.sample_stream import SampleStream
+from verl.workers.rollout.vllm_rollout.sample_stream import SampleStream, run_request
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import all_rank_shards, vLLMRollout
 from verl.workers.row_store import RowStore, controller_batch
 from verl.workers.sharding_manager.weight_sync import WeightSync
@@ -58,6 +58,35 @@ class SavedRolloutWorker(ActorRolloutRefWorker):
     def _build_rollout(self) -> None:
         self._register_dispatch_collect_info(_SAVED, self.rank, True)
         self.row_store = RowStore(_world(), self.config.nccl_timeout)
+
+
+class GroupRolloutWorker(ActorRolloutRefWorker):
+    """Trains and generates like its base, but one step's samples in many calls between one weight sync and training."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @worker_phase
+    def begin_generation(self) -> float:
+        """Syncs the weights for ``run_steps`` and frees the last step's rows; returns the seconds of the sync."""
+        self.row_store.drop()
+        self.offload_for_rollout()
+        return self.sharding_manager.__enter__().sync_seconds
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    @worker_phase
+    def run_steps(self, request: RolloutRequest) -> RolloutResult:
+        return run_request(self.stream, request, self.row_store, self.config.rollout.tensor_model_parallel_size)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @worker_phase
+    def end_generation(self) -> None:
+        """Drops what is unfinished and gives the device back to training."""
+        self.stream.abort()
+        self.sharding_manager.__exit__(None, None, None)
+
+    def _build_rollout(self) -> None:
+        super()._build_rollout()
+        assert isinstance(self.rollout, vLLMRollout)
+        self.stream = SampleStream(self.rollout)
 
 
 class RolloutWorker(Worker, DistProfilerExtension):
@@ -122,16 +151,13 @@ class RolloutWorker(Worker, DistProfilerExtension):
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     @worker_phase
     def run_steps(self, request: RolloutRequest) -> RolloutResult:
-        """Starts the request's samples, runs its engine steps, and stores and returns the finished samples."""
-        start_s = now_s()
-        self.row_store.drop(request.first_needed_batch)
-        self.stream.start(request.prompts)
-        outputs = self.stream.run(request.max_steps)
-        rows = DataProto()
-        if outputs:
-            finished = self.stream.rows(outputs, request.prompts.meta_info)
-            rows = self.row_store.store_generated(finished, self.replica_size, keeps_earlier=True)
-        return RolloutResult(rows, now_s() - start_s)
+        return run_request(self.stream, request, self.row_store, self.replica_size)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @worker_phase
+    def abort_unfinished(self) -> None:
+        """Drops all unfinished samples."""
+        self.stream.abort()
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=_ROLLOUT))
     @worker_phase

@@ -46,6 +46,8 @@ class FilterGroupsConfig(Section):
             sample's rewards with the overlong penalty.
         filter_path: a function ``(config, group) -> bool`` in place of ``metric``, as ``package.module.name`` or
             ``file.py:name``.
+        stop_early: score groups as they end, and abort the rest when enough of them have passed, as slime does; the
+            groups that are trained on are then the shorter ones of ``data.gen_batch_size``.
         max_num_gen_batches: the most generations of one step, after which the run ends with an error; 0 means no limit.
     """
 
@@ -54,9 +56,12 @@ class FilterGroupsConfig(Section):
     enable: bool = False
     metric: str | None = None
     filter_path: str | None = None
+    stop_early: bool = False
     max_num_gen_batches: int = 0
 
     def contradictions(self, where: str) -> list[str]:
+        if self.stop_early and not self.enable:
+            return [f"{where}.stop_early is True and {where}.enable False: no groups are chosen; set enable=True"]
         if self.enable and (self.metric is None) == (self.filter_path is None):
             given = "both are given" if self.metric else "neither is given"
             return [f"{where}.enable is True; give one of {where}.metric and {where}.filter_path ({given})"]

@@ -22,6 +22,11 @@ def schedule_problems(config: PPOTrainerConfig) -> list[str]:
             f"{schedule}; leave them out or change it"
         )
     if not config.has_rollout_ranks:
+        if config.algorithm.filter_groups.stop_early and models.rollout.rebalance_interval:
+            found.append(
+                f"actor_rollout_ref.rollout.rebalance_interval is {models.rollout.rebalance_interval}; with "
+                "algorithm.filter_groups.stop_early prompts go to the replica with the fewest samples, set it 0"
+            )
         if config.rollout.nnodes:
             found.append(
                 f"rollout.nnodes is {config.rollout.nnodes}, but trainer.schedule is {schedule}, which generates on "
@@ -41,14 +46,30 @@ def schedule_problems(config: PPOTrainerConfig) -> list[str]:
             f"actor_rollout_ref.hybrid_engine is True; with {needs} actor and rollout have processes of their own: set "
             "it False"
         )
-    if config.algorithm.filter_groups.enable:
-        found.append(f"algorithm.filter_groups.enable is True; dynamic sampling is not there with {needs}")
+    found += _filter_problems(config)
     if models.rollout.rebalance_interval:
         found.append(
             f"actor_rollout_ref.rollout.rebalance_interval is {models.rollout.rebalance_interval}; with {needs} "
             "prompts go to the replica with the fewest samples, set it 0"
         )
     return found + _pace_problems(config)
+
+
+def _filter_problems(config: PPOTrainerConfig) -> list[str]:
+    """Of dynamic sampling where rollout ranks start prompts one by one."""
+    filters, surplus = config.algorithm.filter_groups, config.gen_batch_size - config.data.train_batch_size
+    needs = f"trainer.schedule={config.trainer.schedule}"
+    if filters.stop_early and config.async_config.partial_rollout:
+        return [
+            f"algorithm.filter_groups.stop_early is True; with {needs} and async_training.partial_rollout=True nothing "
+            "is aborted, because unfinished samples continue after a weight sync: leave one of them out"
+        ]
+    if surplus < 0 or (surplus and not filters.stop_early):
+        return [
+            f"data.gen_batch_size is {config.gen_batch_size}; with {needs} prompts are started one by one: leave it "
+            "out, or set a larger number than data.train_batch_size with algorithm.filter_groups.stop_early=True"
+        ]
+    return []
 
 
 def _pace_problems(config: PPOTrainerConfig) -> list[str]:

@@ -107,6 +107,16 @@ def groups_of(batch: DataProto) -> list[tuple[SampleGroup, np.ndarray]]:
     return found
 
 
+def too_few_groups(num_kept: int, num_groups: int, num_seen: int, generations: int | None = None) -> str:
+    """What a run says when ``max_num_gen_batches`` is over; without ``generations`` prompts are started one by one."""
+    tried = f"{num_seen} prompts" if generations is None else f"{generations} generations"
+    return (
+        f"{tried} gave {num_kept} of the {num_groups} prompts that a step trains on ({num_seen} tried): most samples "
+        "of a prompt score the same. Take prompts that are easier or harder, more samples "
+        "(actor_rollout_ref.rollout.n), or raise algorithm.filter_groups.max_num_gen_batches (0 = no limit)"
+    )
+
+
 def collect_groups(
     generate: Callable[[int], DataProto],
     keeps: Callable[[SampleGroup], bool],
@@ -123,12 +133,7 @@ def collect_groups(
     num_kept, num_seen, reward_sum, num_samples, generation = 0, 0, 0.0, 0, 0
     while num_kept < num_groups:
         if max_num_gen_batches and generation == max_num_gen_batches:
-            raise ValueError(
-                f"{generation} generations gave {num_kept} of the {num_groups} prompts that a step trains on "
-                f"({num_seen} tried): most samples of a prompt score the same. Take prompts that are easier or harder, "
-                "more samples (actor_rollout_ref.rollout.n), or raise algorithm.filter_groups.max_num_gen_batches "
-                "(0 = no limit)"
-            )
+            raise ValueError(too_few_groups(num_kept, num_groups, num_seen, generation))
         batch = generate(generation)
         groups = groups_of(batch)
         kept = [rows for group, rows in groups if keeps(group)]

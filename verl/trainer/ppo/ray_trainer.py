@@ -17,6 +17,7 @@ from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.config.data import file_list, val_sets
 from verl.trainer.ppo.algos import estimate_advantages
 from verl.trainer.ppo.core_algos import get_kl_controller, kl_penalty
+from verl.trainer.ppo.filter_groups import group_filter
 from verl.trainer.ppo.metric_utils import (
     compute_data_metrics,
     compute_rank_metrics,
@@ -34,6 +35,7 @@ from verl.trainer.ppo.sample_records import SampleRecords
 from verl.trainer.ppo.saved_rollouts import FOLDER, GENERATED_ROW, RolloutSaver, SavedRollouts
 from verl.trainer.ppo.schedules.asynchronous import AsynchronousSource
 from verl.trainer.ppo.schedules.generation import Tokens
+from verl.trainer.ppo.schedules.group_sampling import Grading
 from verl.trainer.ppo.schedules.saved import SavedSource
 from verl.trainer.ppo.schedules.synchronous import SynchronousSource
 from verl.trainer.ppo.scores import add_scores, reward_parts
@@ -175,12 +177,22 @@ class RayPPOTrainer:
             return SavedSource(self.config, self.train_loader, SavedRollouts(Path(saved).expanduser()), self.workers)
         tokens = Tokens(self.tokenizer.eos_token_id, self.tokenizer.pad_token_id)
         if self.config.has_rollout_ranks:
-            return AsynchronousSource(self.config, self.train_loader, tokens, self.workers, self.rollout_workers)
+            return AsynchronousSource(
+                self.config, self.train_loader, tokens, self.workers, self.rollout_workers, self._grading()
+            )
+        return SynchronousSource(self.config, self.train_loader, tokens, self.workers, self._grading())
 
-        def score(batch: DataProto) -> None:
-            self._add_scores(batch, self.reward_fn.start(batch))
-
-        return SynchronousSource(self.config, self.train_loader, tokens, self.workers, score)
+    def _grading(self) -> Grading | None:
+        """How the source grades and filters groups, with dynamic sampling."""
+        if not self.config.algorithm.filter_groups.enable:
+            return None
+        buffer = self.config.reward_model.overlong
+        return Grading(
+            start=lambda batch: self.reward_fn.start(batch),
+            add=lambda batch, scores: add_scores(batch, scores, buffer),
+            record=self.reward_ledger.add,
+            keeps=group_filter(self.config),
+        )
 
     def _make_observers(self) -> list[StepObserver]:
         trainer = self.config.trainer
@@ -253,9 +265,10 @@ class RayPPOTrainer:
         """One GRPO step: samples, their scores, log-probs, advantages, update; only the scores in ``rollout_only``."""
         config, workers, timing = self.config, self.workers, self.timeline.phase_seconds()
         trains = not config.trainer.rollout_only
-        metrics: dict[str, float] = {"training/global_step": self.global_step, "training/epoch": self.source.epoch}
+        metrics: dict[str, float] = {"training/global_step": self.global_step}
         with marked_timer("step", timing):
             batch, sampling = self.source.next_batch(self.global_step, timing)
+            metrics["training/epoch"] = self.source.epoch
             self._balance(batch)
             # Graders run in processes of their own while log-probs are computed; filtered groups have been graded.
             scoring = None if "token_level_scores" in batch.batch else self.reward_fn.start(batch)

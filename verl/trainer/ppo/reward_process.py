@@ -74,6 +74,10 @@ class PendingRewards:
     shape: tuple[int, int]
     started: float
 
+    def is_done(self) -> bool:
+        """Whether ``result`` would not wait."""
+        return bool(ray.wait([self.answer], timeout=0)[0])
+
     def result(self) -> Scores:
         """Waits for the manager, at most ``reward_model.manager_timeout_s``.
 

@@ -65,6 +65,10 @@ class PendingScores:
     rows: list[tuple[str, str, ScoringJob]]
     gives_acc: bool = False
 
+    def is_done(self) -> bool:
+        """Whether ``result`` would not wait."""
+        return all(future.done() for future in self.futures)
+
     def result(self) -> Scores:
         """Waits for every answer; each has its own time limit, so this ends."""
         results = [future.result() for future in self.futures]

@@ -19,6 +19,7 @@ from verl.single_controller.base import get_together
 from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.ppo.metric_utils import add_generation_times, marked_timer
 from verl.trainer.ppo.schedules.generation import Tokens, generate, prompt_rows, sampling_seeds
+from verl.trainer.ppo.schedules.group_sampling import Grading, GroupBuffer
 from verl.trainer.ppo.schedules.rollout_driver import RolloutDriver, load_buffer, save_buffer
 from verl.trainer.ppo.schedules.sample_buffer import SampleBuffer
 from verl.trainer.ppo.schedules.staleness import StalenessLedger
@@ -32,19 +33,32 @@ class AsynchronousSource:
     Args:
         training: the group of ranks that train, which are the first ranks of the world.
         rollout: the group of ranks that generate.
+        grading: of groups as they end, for dynamic sampling.
     """
 
     def __init__(
-        self, config: PPOTrainerConfig, loader: ResumableLoader, tokens: Tokens, training: Any, rollout: Any
+        self,
+        config: PPOTrainerConfig,
+        loader: ResumableLoader,
+        tokens: Tokens,
+        training: Any,
+        rollout: Any,
+        grading: Grading | None,
     ) -> None:
         self.config, self.loader, self.tokens = config, loader, tokens
         self.training, self.rollout = training, rollout
         self.steps_per_version = config.async_config.trigger_parameter_sync_step
-        self.ledger = StalenessLedger(
-            config.data.train_batch_size, self.steps_per_version, config.async_config.staleness_threshold
-        )
+        filters, batch = config.algorithm.filter_groups, config.data.train_batch_size
+        surplus = config.gen_batch_size - batch if filters.stop_early else 0
+        self.ledger = StalenessLedger(batch, self.steps_per_version, config.async_config.staleness_threshold, surplus)
         engine = config.actor_rollout_ref.rollout
-        self.buffer = SampleBuffer(self.ledger, self._rows_of, config.rollout_replicas, engine.max_num_seqs)
+        sizes = (self.ledger, self._rows_of, config.rollout_replicas, engine.max_num_seqs)
+        self.buffer, self._groups = SampleBuffer(*sizes), None
+        if grading is not None:
+            limit = filters.max_num_gen_batches * config.gen_batch_size
+            self.buffer = self._groups = GroupBuffer(
+                *sizes, grading, drops_unfinished=filters.stop_early, max_groups=limit
+            )
         self.driver = RolloutDriver(
             config.async_config,
             rollout,
@@ -73,6 +87,8 @@ class AsynchronousSource:
                 self.driver.step()
             batch = self.buffer.take(chosen)
         metrics = self._age_metrics(batch)
+        if self._groups is not None:
+            metrics |= self._groups.take_counts().metrics()
         if seconds := self.driver.take_seconds():
             metrics |= add_generation_times(seconds, timing)
         self.training.while_waiting = self.driver.poll
@@ -88,7 +104,7 @@ class AsynchronousSource:
         """The state for a checkpoint, as JSON and as arrays; nothing is generated from here to the next step."""
         self.training.while_waiting = None
         self._finish()
-        state, arrays = save_buffer(self.driver, self.config.actor_rollout_ref.rollout)
+        state, arrays = save_buffer(self.driver, self.ledger, self.config.actor_rollout_ref.rollout)
         epoch, index = self.loader.locate(self.ledger.next_prompt)
         position = {"epoch": epoch, "batch_index": index // self.loader.batch_size}
         return {"loader": self.loader.state_dict() | position, "schedule": state}, arrays
@@ -97,7 +113,7 @@ class AsynchronousSource:
         """Continues where ``state`` was taken, after ``step``; also with another number of replicas."""
         self.loader.load_state_dict(state["loader"])
         if "schedule" in state:
-            load_buffer(self.driver, self.config.actor_rollout_ref.rollout, state["schedule"], arrays)
+            load_buffer(self.driver, self.ledger, self.config.actor_rollout_ref.rollout, state["schedule"], arrays)
             return
         # The checkpoint is that of a synchronous run.
         batches = self.loader.epoch * len(self.loader) + self.loader.batch_index

@@ -15,6 +15,7 @@ from verl.protocol import DataProto
 from verl.trainer.config.schedule import AsyncTrainingConfig
 from verl.trainer.ppo.schedules.generation import Tokens
 from verl.trainer.ppo.schedules.sample_buffer import SampleBuffer, gather_rows
+from verl.trainer.ppo.schedules.staleness import StalenessLedger
 from verl.workers.config import RolloutConfig
 from verl.workers.rollout.rollout_messages import PROMPT, SAMPLE, VERSIONS, RolloutRequest, RolloutResult
 from verl.workers.row_store import worker_batch
@@ -51,24 +52,33 @@ class RolloutDriver:
         With ``fixed_order`` a call is only started while the next step's samples are not here. Then the calls, and all
         that depends on them, follow from counts alone and not from how long anything takes.
         """
-        if self._call is not None and self._call.is_done():
+        if self._call is not None and self._call.is_done() and self.buffer.is_settled:
             self._collect()
         if self._call is None and not (self.config.fixed_order and self.buffer.is_next_step_ready):
             self._start_call()
+            if self._call is None and self.buffer.is_settled:
+                self.buffer.settle()
 
     def step(self, *, starts_prompts: bool = True) -> None:
-        """Waits for the call that is under way, or for a new one."""
+        """Waits for the call that is under way, or for a new one; for grades, where nothing is left to generate."""
         if self._call is None:
             self._start_call(starts_prompts)
-        assert self._call is not None, "a step waits for samples, and none may be started"
-        self._collect()
+        if self._call is not None:
+            self._collect()
+        else:
+            assert self.buffer.settle(), "a step waits for samples, and none may be started"
 
     def finish(self) -> None:
         """Waits until no call is under way and everything that must be generated before a weight sync has been."""
         if self._call is not None:
             self._collect()
-        while self.config.fixed_order and not self.buffer.is_next_step_ready:
+        waits_for_step = self.config.fixed_order or self.buffer.drops_unfinished
+        while waits_for_step and not self.buffer.is_next_step_ready and self.buffer.can_go_on:
             self.step()
+        if self.buffer.drops_unfinished:
+            if self.buffer.drop_unneeded():
+                self.rollout.abort_unfinished()
+            return
         while not self.config.partial_rollout and self.buffer.has_unfinished:
             self.step(starts_prompts=False)
 
@@ -96,24 +106,29 @@ class RolloutDriver:
     def _collect(self) -> None:
         call, self._call = self._call, None
         results: list[RolloutResult] = call.get()[:: self.replica_size]
+        self.buffer.settle()
         for replica, result in enumerate(results):
             rank = self.first_rank + replica * self.replica_size
             self._seconds[rank] = self._seconds.get(rank, 0.0) + result.seconds
             self.buffer.add(replica, result.rows)
 
 
-def save_buffer(driver: RolloutDriver, rollout: RolloutConfig) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Returns the state of the driver's buffer and of the engines; no call may be under way.
+def save_buffer(
+    driver: RolloutDriver, ledger: StalenessLedger, rollout: RolloutConfig
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Returns the state of the driver's buffer with its ledger and of the engines; no call may be under way.
 
     The unfinished samples then start with an empty cache, as they do in a run that resumes from the checkpoint.
     """
     buffer = driver.buffer
+    buffer.settle()
     unfinished: list[list[Request]] = driver.rollout.release_unfinished()[:: driver.replica_size]
     arrays = {"unfinished": request_codec.encode([request for of_replica in unfinished for request in of_replica])}
     state: dict[str, Any] = {
         "version": _VERSION,
         "sizes": _sizes(rollout),
-        "ledger": buffer.ledger.state(),
+        "ledger": ledger.state(),
+        "buffer": buffer.state(),
         "replicas": [[number, prompt.replica] for number, prompt in buffer.prompts.items()],
         "finished": [],
     }
@@ -129,7 +144,11 @@ def save_buffer(driver: RolloutDriver, rollout: RolloutConfig) -> tuple[dict[str
 
 
 def load_buffer(
-    driver: RolloutDriver, rollout: RolloutConfig, state: dict[str, Any], arrays: dict[str, np.ndarray]
+    driver: RolloutDriver,
+    ledger: StalenessLedger,
+    rollout: RolloutConfig,
+    state: dict[str, Any],
+    arrays: dict[str, np.ndarray],
 ) -> None:
     """Restores what ``save_buffer`` returned, also with another number of replicas."""
     if state.get("version") != _VERSION:
@@ -144,7 +163,7 @@ def load_buffer(
                 "samples were started; resume with the same"
             )
     buffer = driver.buffer
-    buffer.ledger.load_state(state["ledger"])
+    ledger.load_state(state["ledger"])
     for number, replica in state["replicas"]:
         buffer.restart(number, replica % buffer.num_replicas)
     replicas = range(buffer.num_replicas)
@@ -160,6 +179,7 @@ def load_buffer(
     stored = driver.rollout.restore_samples(per_rank(unfinished), per_rank(parts), per_rank(meta_info))
     for replica, stored_rows in enumerate(stored[:: driver.replica_size]):
         buffer.add(replica, stored_rows)
+    buffer.load_state(state.get("buffer", {}))
 
 
 def _sizes(rollout: RolloutConfig) -> dict[str, int]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 
 from verl.protocol import DataProto
 from verl.row_refs import BATCH
 from verl.trainer.ppo.schedules.generation import REQUEST_KEYS, add_num_tokens
-from verl.trainer.ppo.schedules.staleness import StalenessLedger
 from verl.workers.rollout.rollout_messages import PROMPT, SAMPLE
 
 _SENT = (*REQUEST_KEYS, PROMPT, SAMPLE)
@@ -53,8 +53,27 @@ class InFlightPrompt:
         return len(self.rows) - len(self.finished)
 
 
+class Ledger(Protocol):
+    """Which prompts may be started, and which finished ones a step takes (``StalenessLedger``, ``StepLedger``)."""
+
+    prompts_per_step: int
+
+    @property
+    def num_allowed(self) -> int: ...
+
+    def start(self, count: int) -> list[int]: ...
+
+    def choice(self, finished: Sequence[int]) -> list[int] | None: ...
+
+    def take(self, chosen: Sequence[int]) -> list[int]: ...
+
+    def drop(self, numbers: Sequence[int]) -> None: ...
+
+    def overdue(self, numbers: Sequence[int]) -> list[int]: ...
+
+
 class SampleBuffer:
-    """Starts prompts as ``StalenessLedger`` allows, and holds their samples until a step takes them.
+    """Starts prompts as a ledger allows, and holds their samples until a step takes them.
 
     Args:
         rows_of: number of a prompt -> its n rows.
@@ -62,12 +81,13 @@ class SampleBuffer:
 
     Attributes:
         prompts: the prompts in flight by number.
+        drops_unfinished: a weight sync that has the next step's prompts drops the others.
     """
 
     def __init__(
-        self, ledger: StalenessLedger, rows_of: Callable[[int], DataProto], num_replicas: int, max_num_seqs: int
+        self, ledger: Ledger, rows_of: Callable[[int], DataProto], num_replicas: int, max_num_seqs: int
     ) -> None:
-        self.ledger, self.num_replicas = ledger, num_replicas
+        self.ledger, self.num_replicas, self.drops_unfinished = ledger, num_replicas, False
         self.prompts: dict[int, InFlightPrompt] = {}
         self._rows_of, self._max_num_seqs = rows_of, max_num_seqs
         self._in_training: list[FinishedSample] = []
@@ -84,6 +104,31 @@ class SampleBuffer:
     @property
     def is_next_step_ready(self) -> bool:
         return self.choice() is not None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether ``settle`` would not wait."""
+        return True
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether more prompts can be finished without a weight sync or a step."""
+        return self.has_unfinished or self.ledger.num_allowed > 0
+
+    def settle(self) -> bool:
+        """Decides about groups that had ended before the last call; whether there were any."""
+        return False
+
+    def drop_unneeded(self) -> bool:
+        """Drops what the next steps need not wait for; whether the engines must abort samples."""
+        return False
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds beside the prompts in flight and their samples."""
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Restores ``state`` when the samples of the checkpoint have been added."""
 
     def choice(self) -> list[int] | None:
         """Numbers of the prompts that the next step trains on; None when it must wait for more."""
@@ -123,6 +168,11 @@ class SampleBuffer:
             assert sample not in finished, f"sample {sample} of prompt {number} came twice"
             finished[sample] = FinishedSample(rows, row, replica, stored_batch)
 
+    @staticmethod
+    def numbers_in(rows: DataProto) -> list[int]:
+        """The numbers of the prompts that ``rows`` have samples of, in ascending order."""
+        return sorted({int(number) for number in rows.non_tensor_batch.get(PROMPT, ())})
+
     def first_needed_batch(self, replica: int) -> int:
         """The lowest number of a generated batch of ``replica`` with rows that are, or will be, trained on."""
         waiting = [sample for prompt in self.prompts.values() for sample in prompt.finished.values()]
@@ -133,9 +183,18 @@ class SampleBuffer:
         """The rows of the chosen prompts, which leave the buffer and may be fetched until ``release``."""
         self.ledger.take(chosen)
         prompts = [self.prompts.pop(number) for number in chosen]
-        self._in_training = [prompt.finished[sample] for prompt in prompts for sample in range(len(prompt.rows))]
+        self.hold(prompts)
+        return self.gather(prompts)
+
+    def hold(self, prompts: Sequence[InFlightPrompt]) -> None:
+        """The rows of these prompts stay where they are until ``release``."""
+        self._in_training = [sample for prompt in prompts for sample in prompt.finished.values()]
+
+    @staticmethod
+    def gather(prompts: Sequence[InFlightPrompt]) -> DataProto:
+        """All rows of finished prompts, with the columns of the prompt and of the result."""
         sent = DataProto.concat([prompt.rows for prompt in prompts])
-        results = gather_rows(self._in_training)
+        results = gather_rows([prompt.finished[sample] for prompt in prompts for sample in range(len(prompt.rows))])
         add_num_tokens(results, sent.non_tensor_batch["raw_prompt_ids"])
         sent.pop(non_tensor_batch_keys=REQUEST_KEYS)
         return sent.union(results)

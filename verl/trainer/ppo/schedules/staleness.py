@@ -7,13 +7,16 @@ version v + j, where r is how many can still be trained on at version v. Startin
 (threshold <= S) keeps this true, and so does taking the oldest ones first; a younger one that has finished earlier may
 overtake while it stays true. No step waits for ever, because every prompt that is due has been started.
 
+With a surplus more prompts are started than can be trained on, and before a sync those that are unfinished then, or
+would get too old, are dropped. No step has to wait for a prompt that is due.
+
 Pure counting, in Python: no clock and no tensor.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +31,7 @@ class StalenessLedger:
         threshold: prompts that may be started ahead, in units of K b.
         version: the version of the weights that are trained now.
         steps_left: steps of this version that have not taken their prompts.
+        surplus: prompts that may be started beyond those that can be trained on, because some are dropped.
         next_prompt: the number of the prompt that is started next; prompts are numbered in the order of the data.
         in_flight: number -> the version at which the prompt was started.
     """
@@ -35,6 +39,7 @@ class StalenessLedger:
     prompts_per_step: int
     steps_per_version: int
     threshold: float
+    surplus: int = 0
     version: int = 0
     steps_left: int = field(init=False)
     next_prompt: int = 0
@@ -51,7 +56,7 @@ class StalenessLedger:
     @property
     def num_allowed(self) -> int:
         ahead = math.floor(self.threshold * self.steps_per_version * self.prompts_per_step)
-        return max(0, self.steps_left * self.prompts_per_step + ahead - len(self.in_flight))
+        return max(0, self.steps_left * self.prompts_per_step + ahead + self.surplus - len(self.in_flight))
 
     def start(self, count: int) -> list[int]:
         """Starts the next ``count`` prompts at this version and returns their numbers."""
@@ -81,7 +86,7 @@ class StalenessLedger:
         if len(chosen) < self.prompts_per_step:
             return None
         rest = [since for number, since in self.in_flight.items() if number not in set(chosen)]
-        return sorted(chosen) if self._are_in_time(rest, version, left - 1) else None
+        return sorted(chosen) if self.surplus or self._are_in_time(rest, version, left - 1) else None
 
     def _are_in_time(self, started: list[int], version: int, steps_left: int) -> bool:
         """Whether prompts started at these versions can all be trained on in time from here on."""
@@ -91,13 +96,33 @@ class StalenessLedger:
                 return False
         return True
 
-    def take(self, chosen: list[int]) -> list[int]:
+    def take(self, chosen: Sequence[int]) -> list[int]:
         """Removes the prompts that the next step trains on; returns the staleness of each in versions."""
         assert self.steps_left > 0, f"all steps of version {self.version} have their prompts"
         self.steps_left -= 1
         ages = [self.version - self.in_flight.pop(number) for number in chosen]
         assert max(ages) <= self.max_staleness, f"prompts {chosen} are {ages} versions old, over {self.max_staleness}"
         return ages
+
+    def drop(self, numbers: Iterable[int]) -> None:
+        """Forgets prompts in flight that are not trained on."""
+        for number in numbers:
+            del self.in_flight[number]
+
+    def overdue(self, numbers: Iterable[int]) -> list[int]:
+        """Those of the prompts ``numbers`` that cannot all be trained on in time, if no others are in flight.
+
+        The ones that were started first are kept first.
+        """
+        in_time: list[int] = []
+        late = []
+        for number in sorted(numbers, key=lambda number: (self.in_flight[number], number)):
+            since = self.in_flight[number]
+            if self._are_in_time([*in_time, since], self.version, self.steps_left):
+                in_time.append(since)
+            else:
+                late.append(number)
+        return late
 
     def state(self) -> dict[str, Any]:
         """The state as JSON values, for ``load_state``."""

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from verl.protocol import DataProto
+from verl.protocol_storage import as_rows
 from verl.trainer.config import PPOTrainerConfig
-from verl.trainer.ppo.filter_groups import collect_groups, group_filter
+from verl.trainer.config.schedule import AsyncTrainingConfig
+from verl.trainer.ppo.filter_groups import collect_groups, too_few_groups
 from verl.trainer.ppo.metric_utils import add_generation_times, marked_timer
 from verl.trainer.ppo.schedules.generation import Tokens, generate, prompt_rows, sampling_seeds
+from verl.trainer.ppo.schedules.group_sampling import Grading, GroupBuffer, StepLedger
+from verl.trainer.ppo.schedules.rollout_driver import RolloutDriver
 from verl.utils.dataset import ResumableLoader
+from verl.workers.rollout.rollout_messages import PROMPT, SAMPLE, VERSIONS
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +28,7 @@ class SynchronousSource:
 
     Args:
         workers: all ranks; they sync weights when they generate.
-        score: grades a batch at once; for dynamic sampling.
+        grading: of groups, for dynamic sampling.
     """
 
     def __init__(
@@ -32,10 +37,9 @@ class SynchronousSource:
         loader: ResumableLoader,
         tokens: Tokens,
         workers: Any,
-        score: Callable[[DataProto], None],
+        grading: Grading | None,
     ) -> None:
-        self.config, self.loader, self.tokens, self.workers, self.score = config, loader, tokens, workers, score
-        self.keeps_group = group_filter(config) if config.algorithm.filter_groups.enable else None
+        self.config, self.loader, self.tokens, self.workers, self.grading = config, loader, tokens, workers, grading
         self._batches: Iterator[dict[str, Any]] = iter(loader)
         self._generation_s: dict[int, float] = {}  # first rank of a replica -> its seconds in this step
 
@@ -52,17 +56,68 @@ class SynchronousSource:
         return batch, metrics
 
     def _collect(self, step: int, timing: dict[str, float]) -> tuple[DataProto, dict[str, float]]:
-        if self.keeps_group is None:
+        grading, filters = self.grading, self.config.algorithm.filter_groups
+        if grading is None:
             return self._sample(step, 0, timing), {}
+        if filters.stop_early:
+            return self._first_groups(step, timing)
 
         def scored(generation: int) -> DataProto:
             batch = self._sample(step, generation, timing)
             with marked_timer("reward", timing):
-                self.score(batch)
+                grading.score(batch)
             return batch
 
-        limit = self.config.algorithm.filter_groups.max_num_gen_batches
-        return collect_groups(scored, self.keeps_group, self.config.data.train_batch_size, limit)
+        batch_size = self.config.data.train_batch_size
+        return collect_groups(scored, grading.keeps, batch_size, filters.max_num_gen_batches)
+
+    def _first_groups(self, step: int, timing: dict[str, float]) -> tuple[DataProto, dict[str, float]]:
+        """The first groups that end and are kept; the rest is aborted. More prompts follow when too many are rejected.
+
+        The whole step has one weight sync.
+        """
+        config, grading = self.config, self.grading
+        assert grading is not None
+        engine, limit = config.actor_rollout_ref.rollout, config.algorithm.filter_groups.max_num_gen_batches
+        ledger, submitted = StepLedger(config.data.train_batch_size), list[DataProto]()
+
+        def rows_of(number: int) -> DataProto:
+            generation, index = divmod(number, config.gen_batch_size)
+            rows = submitted[generation].select_idxs(np.arange(index * engine.n, (index + 1) * engine.n))
+            rows.non_tensor_batch[PROMPT] = as_rows([number] * engine.n)
+            rows.non_tensor_batch[SAMPLE] = as_rows(list(range(engine.n)))
+            return rows
+
+        buffer = GroupBuffer(
+            ledger, rows_of, config.rollout_replicas, engine.max_num_seqs, grading, drops_unfinished=True
+        )
+        pace = AsyncTrainingConfig(fixed_order=True)
+        driver = RolloutDriver(pace, self.workers, buffer, self.tokens, engine.tensor_model_parallel_size, 0)
+        with marked_timer("gen", timing):
+            timing["update_weights"] = max(self.workers.begin_generation())
+            while (chosen := buffer.choice()) is None:
+                # Neither those that have been kept nor those that are to end are enough.
+                if len(buffer.prompts) + ledger.num_allowed < ledger.prompts_per_step:
+                    if limit and len(submitted) == limit:
+                        counts = buffer.counts
+                        raise ValueError(
+                            too_few_groups(counts.num_kept, ledger.prompts_per_step, counts.num_graded, limit)
+                        )
+                    submitted.append(self.next_prompts(step, len(submitted)))
+                    ledger.num_submitted += config.gen_batch_size
+                driver.step()
+            batch = buffer.take(chosen)
+            batch.pop(non_tensor_batch_keys=[PROMPT, SAMPLE, VERSIONS])  # a version here is the count of a process
+            buffer.drop_overdue()
+            self.workers.end_generation()
+            self._generation_s = driver.take_seconds()
+        counts = buffer.take_counts()
+        counts.num_aborted = ledger.num_submitted - counts.num_graded
+        own = {
+            "train/num_gen_batches": float(len(submitted)),
+            "train/dropped_surplus_groups": float(counts.num_kept - ledger.prompts_per_step),
+        }
+        return batch, counts.metrics() | own
 
     def generate(self, step: int, prompts: DataProto) -> DataProto:
         return generate(self.workers, prompts, self.tokens, self.config.rollout_replicas, {}, validate=True)[0]

@@ -8,8 +8,10 @@ from itertools import groupby
 from typing import Any
 
 from verl.protocol import DataProto
-from verl.workers.rollout.rollout_messages import PROMPT, SAMPLE, VERSIONS
+from verl.utils.timeline import now_s
+from verl.workers.rollout.rollout_messages import PROMPT, SAMPLE, VERSIONS, RolloutRequest, RolloutResult
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
+from verl.workers.row_store import RowStore
 from vllm import RequestOutput, TokensPrompt
 from vllm.v1.engine.output_processor import PromptGroup
 from vllm.v1.request import Request
@@ -67,6 +69,11 @@ class SampleStream:
         withdrawn = self._engine.withdraw(keeps_cache)
         self._withdrawn = sorted([*self._withdrawn, *withdrawn], key=lambda group: _key(group.request_id))
 
+    def abort(self) -> None:
+        """Drops all unfinished samples."""
+        self.withdraw()
+        self._withdrawn = []
+
     def state(self) -> list[Request]:
         """Withdraws all unfinished samples and returns copies of them, with ``home`` (prompt, sample)."""
         self.withdraw()
@@ -89,6 +96,19 @@ class SampleStream:
             group.samples = [request]
             self._withdrawn.append(group)
         self.withdraw()
+
+
+def run_request(stream: SampleStream, request: RolloutRequest, store: RowStore, replica_size: int) -> RolloutResult:
+    """Starts the request's samples, runs its engine steps, and stores and returns the finished samples."""
+    start_s = now_s()
+    store.drop(request.first_needed_batch)
+    stream.start(request.prompts)
+    outputs = stream.run(request.max_steps)
+    rows = DataProto()
+    if outputs:
+        finished = stream.rows(outputs, request.prompts.meta_info)
+        rows = store.store_generated(finished, replica_size, keeps_earlier=True)
+    return RolloutResult(rows, now_s() - start_s)
 
 
 def _request_id(prompt: int, sample: int) -> str:
