@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
 
 from rich.console import Console
 from rich.table import Table
@@ -124,9 +123,17 @@ def _launch(job: Job, role: NodeRole, others: Sequence[hostfile.RemoteStart]) ->
     script_pid = os.environ.get(SCRIPT_PID, "")
     if script_pid.isdigit():
         end_with_parent(int(script_pid))
-    for name in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(name, _stop)
     run = NodeRun(job, role, Console())
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if run.save_and_stop(signal.Signals(number)):
+            return
+        for name in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(name, signal.SIG_IGN)  # one is enough: the processes are being ended
+        raise Stopped(signal.Signals(number))
+
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, on_signal)
     if not others:
         return run.run()
     nodes = hostfile.RemoteNodes(others, run.log_dir)
@@ -134,12 +141,6 @@ def _launch(job: Job, role: NodeRole, others: Sequence[hostfile.RemoteStart]) ->
     for problem in nodes.end(patience_s=job.settings.lost_timeout_s):
         run.print(problem, "yellow")
     return status
-
-
-def _stop(number: int, frame: FrameType | None) -> NoReturn:
-    for name in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(name, signal.SIG_IGN)  # one is enough: the processes are being ended
-    raise Stopped(signal.Signals(number))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,11 @@ set -euo pipefail
 
 RECIPE="${1:?usage: sbatch --nodes=N recipes/common/slurm.sh RECIPE [key=value ...]}"
 shift
-: "${SLURM_JOB_NODELIST:?no Slurm allocation: start this with sbatch, or inside salloc}"
+if [ "${DRY_RUN:-no}" = yes ] && [ -z "${SLURM_JOB_NODELIST:-}" ]; then
+    export NNODES="${NNODES:-<nodes>}" MASTER_ADDR="${MASTER_ADDR:-<address of node 0>}" # an allocation says which
+else
+    : "${SLURM_JOB_NODELIST:?no Slurm allocation: start this with sbatch, or inside salloc}"
+fi
 # Slurm runs a copy of this file elsewhere: where it was submitted is the repository.
 ROOT="${SLURM_SUBMIT_DIR:-$PWD}"
 LAUNCH="$ROOT/recipes/common/start.sh"
@@ -18,10 +22,12 @@ if [ ! -f "$LAUNCH" ] || [ ! -d "$ROOT/recipes/$RECIPE" ]; then
 fi
 
 # Node 0 of the list is the head, as srun numbers them. Its address, not its name, which may mean loopback there.
-mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-head="${nodes[0]}"
-export NNODES="${SLURM_JOB_NUM_NODES:-$SLURM_NNODES}"
-export MASTER_ADDR="${MASTER_ADDR:-$(srun --nodes=1 --ntasks=1 --nodelist="$head" hostname -I | awk '{print $1}')}"
+if [ -n "${SLURM_JOB_NODELIST:-}" ]; then
+    mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    head="${nodes[0]}"
+    export NNODES="${SLURM_JOB_NUM_NODES:-$SLURM_NNODES}"
+    export MASTER_ADDR="${MASTER_ADDR:-$(srun --nodes=1 --ntasks=1 --nodelist="$head" hostname -I | awk '{print $1}')}"
+fi
 
 # SLURM_NODEID is each node's own, so it is read there.
 command=(srun --nodes="$NNODES" --ntasks="$NNODES" --ntasks-per-node=1 --kill-on-bad-exit=1

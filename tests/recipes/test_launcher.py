@@ -140,7 +140,7 @@ def test_a_users_own_files_are_checked_with_everything_else(
     environment = {"MODEL_PATH": tmp_path / "model", "JSON_PATH": tmp_path / "no.json", "OUTPUT_DIR": tmp_path / "out"}
     reward = f"custom_reward_function.path={tmp_path / 'reward.py'}"
     resume = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/run/global_step_7")
-    given = {name: str(path) for name, path in environment.items()}
+    given = {name: str(path) for name, path in environment.items()} | {"RAY_PORT": str(free_ports(1)[0])}
     assert launch_with(monkeypatch, given, reward, *resume) == launch.BAD_INPUT
     message = capsys.readouterr().out
     problems = [line for line in message.splitlines() if "- " in line]

@@ -123,7 +123,9 @@ def test_slurm_starts_the_script_on_every_node(tmp_path: Path) -> None:
     assert "NNODES=2 MASTER_ADDR=192.0.2.31 'srun' '--nodes=2' '--ntasks=2'" in dry.stdout
     assert dry.stdout.rstrip().endswith(f"'{ROOT}/recipes/common/start.sh' '{RECIPE.name}' 'trainer.save_freq=5'")
     assert run(RECIPE.name, **slurm).stderr.count("has no bin/python") == 2, "start.sh ran on both nodes"
-    refused = run(RECIPE.name)
+    anywhere = run(RECIPE.name, DRY_RUN="yes", SLURM_SUBMIT_DIR=str(ROOT))
+    assert anywhere.stdout.startswith("NNODES=<nodes> MASTER_ADDR=<address of node 0> 'srun'"), anywhere.stderr
+    refused = run(RECIPE.name, SLURM_SUBMIT_DIR=str(ROOT))
     assert refused.returncode != 0 and "start this with sbatch" in refused.stderr
     assert "no recipe r1_one" in run("r1_one", **slurm).stderr
 

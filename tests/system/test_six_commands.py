@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from recipes.common.arithmetic import solution_of
+from recipes.r1_zero.json_to_parquet import SYSTEM_TEMPLATE
 from tests.pages import ROOT
 from tests.system.command import newest_step, read_metrics
 from tests.system.in_process import run_stages_here
@@ -24,6 +26,14 @@ pytestmark = pytest.mark.timeout(900)
 def _six_commands() -> list[list[str]]:
     section = (ROOT / "README.md").read_text(encoding="utf-8").split("\n## Six commands\n")[1].split("\n## ")[0]
     return [shlex.split(line) for line in section.splitlines() if line.startswith("    ") and line[4] != " "]
+
+
+def test_the_question_has_the_form_of_the_training_data() -> None:
+    """With another system sentence, or without, the model answers a question that it has never seen."""
+    [data] = [word.removeprefix("@") for word in _six_commands()[-1] if word.startswith("@")]
+    system, user = json.loads((ROOT / data).read_text(encoding="utf-8"))["messages"]
+    assert system == {"role": "system", "content": SYSTEM_TEMPLATE}
+    assert solution_of(user["content"]).endswith("= 15")
 
 
 def test_a_new_user_gets_from_nothing_to_an_answer(
@@ -53,6 +63,6 @@ def test_a_new_user_gets_from_nothing_to_an_answer(
     assert serve[3:5] == ["--model", "outputs/r1_zero/export_hf"]
     with server_process(str(output / "export_hf"), 0, *serve[5:]) as (_, port):
         asked = [word.replace(":8000/", f":{port}/") for word in ask]
-        done = subprocess.run([*asked, "--silent"], capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run([*asked, "--silent"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     [choice] = json.loads(done.stdout)["choices"]
     assert choice["message"]["content"]

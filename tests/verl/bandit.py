@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,10 @@ from verl.protocol import DataProto
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.trainer.config import PPOTrainerConfig, load_config
+from verl.trainer.ppo.observers import StepObserver
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.reward import make_reward_fn
+from verl.trainer.ppo.stop_request import StopRequest
 from verl.utils.tokenizer import hf_tokenizer
 
 FUNCTION = str(Path(__file__).with_name("rewards_for_tests.py"))
@@ -75,19 +78,29 @@ def bandit_config(root: Path, *overrides: str) -> PPOTrainerConfig:
     )
 
 
-def run_bandit(config: PPOTrainerConfig) -> RayPPOTrainer:
+def run_bandit(
+    config: PPOTrainerConfig, observers: Sequence[StepObserver] = (), stop_request: StopRequest | None = None
+) -> RayPPOTrainer:
     """Train on the Ray that is there; the workers and graders are gone when this returns or raises."""
     vocabulary = hf_tokenizer(config.actor_rollout_ref.model.path).get_vocab()
-    return run_trainer(config, bandit_worker([int(vocabulary[str(digit)]) for digit in range(10)]))
+    worker = bandit_worker([int(vocabulary[str(digit)]) for digit in range(10)])
+    return run_trainer(config, worker, None, observers, stop_request)
 
 
-def run_trainer(config: PPOTrainerConfig, training_class: type, rollout_class: type | None = None) -> RayPPOTrainer:
+def run_trainer(
+    config: PPOTrainerConfig,
+    training_class: type,
+    rollout_class: type | None = None,
+    observers: Sequence[StepObserver] = (),
+    stop_request: StopRequest | None = None,
+) -> RayPPOTrainer:
     """Train with workers of these classes on the Ray that is there; as ``run_bandit``."""
     tokenizer = hf_tokenizer(config.actor_rollout_ref.model.path)
     reward_fn = make_reward_fn(config, tokenizer)
-    trainer = RayPPOTrainer(config, tokenizer, training_class, reward_fn, rollout_class)
+    trainer = RayPPOTrainer(config, tokenizer, training_class, reward_fn, rollout_class, None, stop_request)
     try:
         trainer.init_workers()
+        trainer.observers += observers
         trainer.fit()
     finally:
         trainer.shutdown()

@@ -27,6 +27,7 @@ from verl.workers.config import CustomRewardFunctionConfig
 from verl.workers.reward_manager import MANAGERS, GradedSample
 
 ROOT = Path(__file__).resolve().parents[2]
+RESPONSE = "<think>40 + 2</think><answer>\\boxed{{{}}}</answer>"  # as the default run writes them
 PAGE = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
 
 
@@ -60,17 +61,17 @@ def test_the_function_grades_and_its_ledger_is_graded_again(
     monkeypatch.chdir(tmp_path)
     function, _ = _blocks("python")
     Path("my_reward.py").write_text(function)
-    [command] = _commands("python -m verl.trainer.main_ppo")
-    config = load_config(command[4:]).custom_reward_function
+    [command] = _commands("bash recipes/r1_zero/ray_start_grpo_npu.sh")
+    config = load_config(command[2:]).custom_reward_function
     assert config.default is not None and config.default.kwargs == {"bonus": 0.1}
     pool = ScoringPool(config.default, num_workers=1, timeout_s=10.0)
-    jobs = [ScoringJob("s", answer, "42", {}) for answer in ("so\n42", "41", "")]
+    jobs = [ScoringJob("s", answer, "42", {}) for answer in (RESPONSE.format("42"), RESPONSE.format("41"), "42")]
     samples = [
         GradedSample("3-0", "?", job, future.result()) for job, future in zip(jobs, pool.submit(jobs), strict=True)
     ]
     pool.close()
-    assert [sample.result.parts["score"] for sample in samples] == [1.1, 0.0, 0.0]
-    ledger = RewardLedger("outputs/r1_zero/grpo", "texts")
+    assert [sample.result.parts["score"] for sample in samples] == [1.1, 0.1, 0.0]
+    ledger = RewardLedger("outputs/r1_zero", "texts")
     ledger.add(samples)
     ledger.write(3)
     same, other = _commands("python -m tools.regrade")

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 
 from verl.trainer.command_line import read_command_line
 from verl.trainer.config import (
@@ -24,10 +25,13 @@ logger = logging.getLogger("verl.trainer.main_ppo")
 
 EXIT_BAD_INPUT = 2
 EXIT_WORKER_DIED = 3
+EXIT_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Checks everything, then trains. Returns 0 when done, 2 for bad input (nothing started), 3 when workers failed."""
+    """Checks everything, then trains. Returns 0 when done, 2 for bad input (nothing started), 3 when workers failed,
+    130 when it was asked to stop and the last step is saved.
+    """
     logging.basicConfig(level=logging.INFO, format=FORMAT)
     try:
         args = read_command_line(argv)
@@ -59,6 +63,7 @@ def run_ppo(config: PPOTrainerConfig) -> int:
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
     from verl.trainer.ppo.recovery import TrainingStoppedError, fit_with_restarts
     from verl.trainer.ppo.reward import make_reward_fn
+    from verl.trainer.ppo.stop_request import StopRequest, TrainingInterruptedError
     from verl.utils.import_utils import import_external_libs
     from verl.utils.tokenizer import hf_tokenizer
 
@@ -67,15 +72,20 @@ def run_ppo(config: PPOTrainerConfig) -> int:
     _init_ray(config)
     reward_fn = make_reward_fn(config, tokenizer)
     training, rollout = worker_classes(config)
+    stop_request = StopRequest()
 
     def new_trainer(config: PPOTrainerConfig, metrics: Mapping[str, float]) -> RayPPOTrainer:
-        return RayPPOTrainer(config, tokenizer, training, reward_fn, rollout, metrics)
+        return RayPPOTrainer(config, tokenizer, training, reward_fn, rollout, metrics, stop_request)
 
     try:
-        fit_with_restarts(config, new_trainer)
+        with stop_request.listen() if config.trainer.save_on_interrupt else nullcontext():
+            fit_with_restarts(config, new_trainer)
+    except TrainingInterruptedError as error:
+        logger.warning("training %s; %s", error, how_to_continue(config.trainer.default_local_dir))
+        return EXIT_INTERRUPTED
     except TrainingStoppedError as error:
         logger.error("training stopped in step %d: %s", error.step, error)
-        logger.error("the same command continues from the newest checkpoint in %s", config.trainer.default_local_dir)
+        logger.error(how_to_continue(config.trainer.default_local_dir))
         return EXIT_WORKER_DIED
     except ValueError as error:
         logger.error("%s", error)
@@ -84,6 +94,16 @@ def run_ppo(config: PPOTrainerConfig) -> int:
         reward_fn.close()
         ray.shutdown()
     return 0
+
+
+def how_to_continue(checkpoint_dir: str) -> str:
+    """Which checkpoint is kept, and that the same command goes on from it."""
+    from verl.trainer.ppo.checkpointing import complete_checkpoints
+
+    newest = next(complete_checkpoints(checkpoint_dir), None)
+    if newest is None:
+        return "no checkpoint was written yet: the same command starts the training again"
+    return f"run the same command again to continue from {newest.directory}, which is kept"
 
 
 def worker_classes(config: PPOTrainerConfig) -> tuple[type, type | None]:

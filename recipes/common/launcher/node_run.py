@@ -6,22 +6,24 @@ import json
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
 
 from recipes.common.launcher import network, nodes, output_dir, ray_node
-from recipes.common.launcher.job import Job, latest_step
+from recipes.common.launcher.job import Job
 from recipes.common.launcher.processes import POLL_S, OwnProcesses, RunFailed, how_it_ended
 from recipes.common.launcher.settings import NodeRole
 from recipes.common.launcher.stages import Stage, closing_stages, driver_stage, nodes_stage, stages
 from recipes.common.recipe import ROOT
 from verl.trainer.config.data import file_list
 from verl.trainer.config.load import to_yaml
-from verl.trainer.main_ppo import EXIT_WORKER_DIED
+from verl.trainer.main_ppo import EXIT_INTERRUPTED, EXIT_WORKER_DIED, how_to_continue
 from verl.utils.rank_log import LOG_DIR
 
 CAUSE_S = 3.0
+ECHO_S = 1.0  # a Ctrl-C reaches this process from the terminal, and again from the script that waits for it
 HEAD_POLL_S = 1.0  # between two looks of a node at the head's port
 
 
@@ -39,7 +41,9 @@ class NodeRun:
         self.started = time.monotonic()
         self.ray: ray_node.RayNode | None = None
         self.watch: subprocess.Popen[bytes] | None = None
-        self.is_training = False
+        self.driver: subprocess.Popen[bytes] | None = None
+        self.stop_signal: signal.Signals | None = None  # asked for, while the step is finished and saved
+        self.stop_asked_at = 0.0
         if role.is_head:
             self.log_dir = output_dir.new_attempt(job.settings.log_dir)
             self.watch_log = self.log_dir / "nodes_watch.log"
@@ -56,25 +60,43 @@ class NodeRun:
         except RunFailed as error:
             reason = str(error)
             self.print(f"error: {reason}", "bold red")
-            if self.is_training:
-                self._print_how_to_continue()
         except Stopped as error:
             status, reason = 128 + error.args[0], f"stopped by {error.args[0].name}"
             self.print(f"error: {reason}", "bold red")
         finally:
             self._end(status, reason)
+        if status and self.driver is not None:
+            self.print(how_to_continue(self.job.config.trainer.default_local_dir), "yellow")
         return status
+
+    def save_and_stop(self, number: signal.Signals) -> bool:
+        """Have the driver finish its step, save it and end; False where there is none to ask, or it has been asked.
+
+        Nodes that only run Ray wait for the head, which gets the same signal from a scheduler or ends without them.
+        """
+        trainer, now = self.job.config.trainer, time.monotonic()
+        if self.stop_signal is not None and now < self.stop_asked_at + ECHO_S:
+            return True
+        is_running = self.driver is not None and self.driver.poll() is None
+        if not trainer.save_on_interrupt or self.stop_signal is not None or not (is_running or self._serves_ray):
+            return False
+        self.stop_signal, self.stop_asked_at = number, now
+        if is_running and self.driver is not None:
+            self.driver.send_signal(signal.SIGINT)
+        self.print(
+            f"{number.name}: waiting at most {trainer.interrupt_grace_s:g} s (trainer.interrupt_grace_s) for "
+            f"{'the step and its checkpoint' if is_running else 'the head'}; once more ends everything at once",
+            "yellow",
+        )
+        return True
+
+    @property
+    def _serves_ray(self) -> bool:
+        return not self.role.is_head and self.ray is not None
 
     def print(self, text: str, style: str | None = None) -> None:
         """A line on the console as it is: no markup, no line breaks."""
         self.console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
-
-    def _print_how_to_continue(self) -> None:
-        folder = Path(self.job.config.trainer.default_local_dir)
-        advice = "no checkpoint was written yet: the same command starts the training again; finished stages are kept"
-        if step := latest_step(folder):
-            advice = f"run the same command again to continue from {folder / f'global_step_{step}'}"
-        self.print(advice, "yellow")
 
     def _elapsed(self) -> str:
         minutes, seconds = divmod(int(time.monotonic() - self.started), 60)
@@ -131,7 +153,6 @@ class NodeRun:
         for stage in stages(self.job):
             self._run_stage(stage)
         self._keep_trainings_apart()
-        self.is_training = True
         self._run_driver()
         for stage in closing_stages(self.job):
             self._run_stage(stage)
@@ -171,9 +192,11 @@ class NodeRun:
         self._title(stage.title)
         # The driver passes settings on to the workers of all nodes; a node's interface comes from its own Ray.
         environment = {name: value for name, value in self.environment.items() if not name.endswith("_SOCKET_IFNAME")}
-        pid, status, log = self._run_command(stage, {**environment, LOG_DIR: str(self.log_dir)})
+        pid, status, log = self._run_command(stage, {**environment, LOG_DIR: str(self.log_dir)}, self._set_driver)
         if status == 0:
             return
+        if status == EXIT_INTERRUPTED:
+            raise Stopped(self.stop_signal or signal.SIGINT)
         deadline = time.monotonic() + CAUSE_S
         while time.monotonic() < deadline:  # the end of a node or of Ray may be noticed a moment after the driver's
             self._check()
@@ -184,20 +207,34 @@ class NodeRun:
             f"Ray's logs will be in {self.log_dir}"
         )
 
-    def _run_command(self, stage: Stage, environment: dict[str, str]) -> tuple[int, int, Path]:
+    def _set_driver(self, process: subprocess.Popen[bytes]) -> None:
+        self.driver = process
+
+    def _run_command(
+        self,
+        stage: Stage,
+        environment: dict[str, str],
+        on_start: Callable[[subprocess.Popen[bytes]], None] | None = None,
+    ) -> tuple[int, int, Path]:
         log = self.log_dir / f"{stage.name}.log"
         self.print(f"$ {stage.shown()}", "dim")
         output = Console(soft_wrap=True, markup=False, highlight=stage.name != "main_ppo")
-        return *self.processes.run(stage.command, environment, log, output, self._check), log
+        return *self.processes.run(stage.command, environment, log, output, self._check, on_start), log
 
     def _check(self) -> None:
-        """RunFailed when Ray has ended or a node is lost; called while a command runs."""
+        """RunFailed when Ray has ended or a node is lost, Stopped after the grace; called while a command runs."""
+        self._check_grace()
         if self.ray is not None and (problem := self.ray.problem()) is not None:
             raise RunFailed(problem)
         if self.watch is not None and self.watch.poll() is not None:
             if (problem := nodes.problem_in(self.watch_log)) is not None:
                 raise RunFailed(problem)
             self.watch = None  # Ray has ended under it, which the next look at Ray shows
+
+    def _check_grace(self) -> None:
+        grace_s = self.job.config.trainer.interrupt_grace_s
+        if self.stop_signal is not None and time.monotonic() > self.stop_asked_at + grace_s:
+            raise Stopped(self.stop_signal)
 
     # Any other node
 
@@ -219,6 +256,7 @@ class NodeRun:
         self.print("Ray is starting; the head runs the training and shows its progress")
         answered = time.monotonic()
         while not self._has_ended(ray):
+            self._check_grace()
             if network.accepts_connections(head, port):
                 answered = time.monotonic()
             elif time.monotonic() - answered > settings.lost_timeout_s:

@@ -70,15 +70,19 @@ class OwnProcesses:
         log_path: Path,
         console: Console,
         check: Callable[[], None],
+        on_start: Callable[[subprocess.Popen[bytes]], None] | None = None,
     ) -> tuple[int, int]:
         """Run ``command`` to its end, its output on the console and in ``log_path``; returns pid and exit status.
 
         ``check`` is called several times a second and raises to end the command: the caller then ends all processes.
+        ``on_start`` gets the process.
         """
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log, log_path.open("rb") as output:
             output.seek(0, os.SEEK_END)
             process = self.start(command, environment, log)
+            if on_start is not None:
+                on_start(process)
             partial = b""
             while True:
                 status = process.poll()  # before the read, which then has all that the command has written

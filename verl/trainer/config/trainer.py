@@ -40,6 +40,9 @@ class TrainerConfig(Section):
         resume_mode: ``auto`` continues from the newest complete checkpoint, ``resume_path`` from ``resume_from_path``,
             ``disable`` never.
         resume_from_path: folder ``global_step_N`` for ``resume_path``.
+        save_on_interrupt: at Ctrl-C or SIGTERM finish the step, save it and end; a second one ends at once. False ends
+            at the first, and the run goes on from its last checkpoint.
+        interrupt_grace_s: seconds that the launcher waits for that.
         default_local_dir: folder of the checkpoints.
         max_actor_ckpt_to_keep: number of newest checkpoints that are kept; absent means all.
         keep_every_steps: also keep the checkpoint of every step that is a multiple of this; 0 means none.
@@ -75,6 +78,7 @@ class TrainerConfig(Section):
         ),
         "resume_mode": one_of("auto", "disable", "resume_path"),
         "keep_every_steps": Values("give a number of steps, or 0 for none", lambda value: value >= 0),
+        "interrupt_grace_s": Values("give seconds above 0", lambda value: value > 0),
         "start_timeout_s": Values("give seconds above 0", lambda value: value > 0),
         "max_restarts": Values("give a number, or 0 for none", lambda value: value >= 0),
         "hang_timeout_s": Values("give seconds, or 0 for no watchdog", lambda value: value >= 0),
@@ -99,6 +103,8 @@ class TrainerConfig(Section):
     val_before_train: bool = True
     resume_mode: str = "auto"
     resume_from_path: str | None = None
+    save_on_interrupt: bool = True
+    interrupt_grace_s: float = 600.0
     default_local_dir: str = "checkpoints"
     max_actor_ckpt_to_keep: int | None = None
     keep_every_steps: int = 0

@@ -41,6 +41,7 @@ from verl.trainer.ppo.schedules.synchronous import SynchronousSource
 from verl.trainer.ppo.scores import add_scores, reward_parts
 from verl.trainer.ppo.step_profiles import StepProfiles
 from verl.trainer.ppo.step_timeline import StepTimeline
+from verl.trainer.ppo.stop_request import StopRequest, TrainingInterruptedError
 from verl.trainer.ppo.validation import Validator
 from verl.utils.dataset import ResumableLoader, RLHFDataset
 from verl.utils.device import op_tables_text, resolve_device
@@ -84,6 +85,7 @@ class RayPPOTrainer:
         worker_class: the class of the worker processes that train.
         rollout_class: the class of those that only generate, where ``trainer.schedule`` has such.
         run_metrics: metrics of the run around this trainer; they are logged with every step.
+        stop_request: whether somebody asked training to stop at the next step boundary.
     """
 
     def __init__(
@@ -94,8 +96,10 @@ class RayPPOTrainer:
         reward_fn: PooledRewardManager | RegisteredRewardManager,
         rollout_class: type | None = None,
         run_metrics: Mapping[str, float] | None = None,
+        stop_request: StopRequest | None = None,
     ) -> None:
         self.config = config
+        self.stop_request = stop_request or StopRequest()
         self.tokenizer = tokenizer
         self.worker_class, self.rollout_class = worker_class, rollout_class
         self.reward_fn = reward_fn
@@ -209,7 +213,11 @@ class RayPPOTrainer:
         return observers
 
     def fit(self) -> None:
-        """Resumes, validates, trains to ``total_training_steps``, saving and validating on the way."""
+        """Resumes, validates, trains to ``total_training_steps``, saving and validating on the way.
+
+        Raises:
+            TrainingInterruptedError: a stop was asked for; the last step is saved.
+        """
         trainer = self.config.trainer
         self.global_step = self.checkpoints.load()
         first_logged_step = self.global_step + 1 if self.global_step else 0
@@ -226,6 +234,7 @@ class RayPPOTrainer:
         if self.global_step == 0 and trainer.tests_first:
             self.tracking.log(self.validator.run(0, self.timeline.phase_seconds()), step=0)
         while self.global_step < self.total_training_steps:
+            self._stop_if_asked(self.global_step)
             self.global_step += 1
             for observer in self.observers:
                 observer.before_step(self.global_step)
@@ -235,7 +244,8 @@ class RayPPOTrainer:
             if trainer.tests_after(self.global_step, is_last=is_last):
                 metrics |= self.validator.run(self.global_step, self.timeline.phase_seconds())
             self.tracking.log(metrics | self.run_metrics | self.checkpoints.take_timing(), step=self.global_step)
-            if trainer.saves_after(self.global_step, is_last=is_last):
+            stops_here = self.stop_request.is_made and not trainer.rollout_only
+            if stops_here or trainer.saves_after(self.global_step, is_last=is_last):
                 self.checkpoints.save(self.global_step, self.timeline.phase_seconds())
             for observer in self.observers:
                 observer.after_step(self.global_step)
@@ -245,6 +255,12 @@ class RayPPOTrainer:
             path = str(Path(trainer.report_dir) / "export_hf")
             self.workers.export_hf(path)
             logger.info("the trained model is in %s", path)
+
+    def _stop_if_asked(self, step: int) -> None:
+        """Raises TrainingInterruptedError after ``step``, which has been saved, when a stop was asked for."""
+        if self.stop_request.is_made:
+            self.checkpoints.publish(waits=True)
+            raise TrainingInterruptedError(step)
 
     def shutdown(self) -> None:
         """Ends every worker process and closes the files of metrics."""
