@@ -65,6 +65,9 @@ HELD_AS = {
     "algorithm.rollout_correction": {"config", "correction"},
     "async_training": {"async_config", "config"},
     "custom_reward_function": {"custom"},
+    "data": {"config", "data_config"},
+    "data.custom_cls": {"custom"},
+    "data.sampler": {"section"},
     "reward_model": {"config"},
     "reward_model.overlong_buffer": {"buffer", "config"},
     "trainer": {"config"},
@@ -83,6 +86,12 @@ def _reads(tree: ast.AST) -> Iterator[tuple[str, str]]:
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             owner = node.value
             yield (getattr(owner, "attr", None) or getattr(owner, "id", "")), node.attr
+        elif (
+            isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setting"
+        ):  # setting(section, "key", default)
+            section, key = node.args[0], node.args[1]
+            assert isinstance(section, ast.Name) and isinstance(key, ast.Constant)
+            yield section.id, key.value
 
 
 def _sections(cls: type = PPOTrainerConfig, prefix: str = "") -> Iterator[tuple[str, type]]:

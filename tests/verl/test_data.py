@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from omegaconf import OmegaConf
 
 from recipes.common.tokenizer import write_tokenizer
+from verl.experimental.dataset.sampler import AbstractCurriculumSampler, AbstractSampler
 from verl.protocol import DataProto
-from verl.utils.dataset import ResumableLoader, RLHFDataset, collate_fn
+from verl.trainer.config.data import DataConfig
+from verl.utils.dataset import PromptItems, ResumableLoader, RLHFDataset, collate_fn
 from verl.utils.parquet import schema_problems
 from verl.utils.tokenizer import hf_tokenizer
 
@@ -41,7 +45,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 @pytest.fixture(scope="module")
 def dataset(files: tuple[str, str]) -> RLHFDataset:
     path, tokenizer = files
-    return RLHFDataset([path], hf_tokenizer(tokenizer), max_prompt_length=40, filter_overlong_prompts=True)
+    return RLHFDataset([path], hf_tokenizer(tokenizer), DataConfig(max_prompt_length=40, filter_overlong_prompts=True))
 
 
 def test_prompts_decode_to_the_chat_text(dataset: RLHFDataset, files: tuple[str, str]) -> None:
@@ -56,16 +60,16 @@ def test_long_prompts_are_dropped_or_named(dataset: RLHFDataset, files: tuple[st
     assert dataset.num_filtered == 1
     path, tokenizer = files
     with pytest.raises(ValueError, match="the first in row 10"):
-        RLHFDataset([path], hf_tokenizer(tokenizer), max_prompt_length=40)
+        RLHFDataset([path], hf_tokenizer(tokenizer), DataConfig(max_prompt_length=40))
     with pytest.raises(ValueError, match="no prompt"):
-        RLHFDataset([path], hf_tokenizer(tokenizer), max_prompt_length=2, filter_overlong_prompts=True)
+        RLHFDataset([path], hf_tokenizer(tokenizer), DataConfig(max_prompt_length=2, filter_overlong_prompts=True))
 
 
 @pytest.mark.parametrize("truncation", ["left", "right", "middle"])
 def test_long_prompts_are_cut_as_asked(files: tuple[str, str], truncation: str) -> None:
     path, tokenizer = files
-    whole = RLHFDataset([path], hf_tokenizer(tokenizer), max_prompt_length=1000)[10]["raw_prompt_ids"]
-    cut = RLHFDataset([path], hf_tokenizer(tokenizer), max_prompt_length=41, truncation=truncation)
+    whole = RLHFDataset([path], hf_tokenizer(tokenizer), DataConfig(max_prompt_length=1000))[10]["raw_prompt_ids"]
+    cut = RLHFDataset([path], hf_tokenizer(tokenizer), DataConfig(max_prompt_length=41, truncation=truncation))
     item = cut[10]
     expected = {"left": whole[-41:], "right": whole[:41], "middle": whole[:20] + whole[-21:]}
     assert item["raw_prompt_ids"] == expected[truncation]
@@ -74,11 +78,107 @@ def test_long_prompts_are_cut_as_asked(files: tuple[str, str], truncation: str) 
 
 
 def test_batches_become_dataprotos(dataset: RLHFDataset) -> None:
-    batch = DataProto.from_single_dict(collate_fn([dataset[i] for i in range(3)]))
+    items = PromptItems(dataset, dataset.tokenizer, 40)
+    batch = DataProto.from_single_dict(collate_fn([items[i] for i in range(3)]))
     assert batch.batch is None and batch.non_tensor_batch["raw_prompt_ids"].tolist() == [
         dataset[i]["raw_prompt_ids"] for i in range(3)
     ]
     assert [model["ground_truth"] for model in batch.non_tensor_batch["reward_model"]] == ["0", "1", "2"]
+
+
+def test_rows_are_as_upstreams(files: tuple[str, str]) -> None:
+    """Padded tensors and all columns, from a typed config, a dict and an OmegaConf tree; the chat if asked for."""
+    keys = {"max_prompt_length": 300, "return_raw_chat": True, "return_full_prompt": True, "prompt_key": "prompt"}
+    for config in (keys, OmegaConf.create(keys)):
+        rows = RLHFDataset(files[0], hf_tokenizer(files[1]), config, max_samples=2)
+        item, ids = rows[1], rows[1]["raw_prompt_ids"]
+        assert len(rows) == 2 and item["input_ids"].shape == (300,) and item["input_ids"][-len(ids) :].tolist() == ids
+        assert item["attention_mask"].sum() == len(ids) and item["position_ids"][-1] == len(ids) - 1
+        assert item["raw_prompt"] == [{"content": "What is 1 + 1?", "role": "user"}] and "prompt" not in item
+        assert (item["ability"], item["index"], item["full_prompts"]) == ("math", 1, item["prompt_text"])
+        assert rows.maybe_filter_out_long_prompts() == rows.dataframe
+        batch = collate_fn([rows[0], item])
+        assert batch["input_ids"].shape == (2, 300) and batch["ability"].tolist() == ["math", "math"]
+
+
+class Reversed(AbstractSampler):
+    """From the last row to the first, but only the last nine."""
+
+    def __init__(self, data_source: Any, data_config: Any) -> None:
+        self.size = len(data_source)
+
+    def __len__(self) -> int:
+        return 9
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.size - 1, self.size - 10, -1))
+
+
+class Curriculum(AbstractCurriculumSampler):
+    """The row that the last batch asked for, and its followers; the state is the next row."""
+
+    def __init__(self, data_source: Any, data_config: Any) -> None:
+        self.next, self.size = 0, len(data_source)
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            self.next += 1
+            yield (self.next - 1) % self.size
+
+    def update(self, batch: Any) -> None:
+        self.next = batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next = state["next"]
+
+
+def _sampled(dataset: RLHFDataset, sampler: type) -> ResumableLoader:
+    return ResumableLoader(dataset, 3, shuffle=True, seed=5, sampler=sampler(dataset, None))
+
+
+def test_a_users_sampler_decides_the_order(dataset: RLHFDataset) -> None:
+    loader = _sampled(dataset, Reversed)
+    assert len(loader) == 3
+    batches = [_indices(batch) for batch in islice(iter(loader), 4)]
+    assert batches == [[9, 8, 7], [6, 5, 4], [3, 2, 1], [9, 8, 7]]
+    for done in (1, 3, 4):
+        left, resumed = _sampled(dataset, Reversed), _sampled(dataset, Reversed)
+        list(islice(iter(left), done))
+        resumed.load_state_dict(left.state_dict())
+        assert [_indices(batch) for batch in islice(iter(resumed), 4 - done)] == batches[done:]
+    with pytest.raises(ValueError, match="had sampler Reversed, this run's has Curriculum"):
+        _sampled(dataset, Curriculum).load_state_dict(loader.state_dict())
+
+
+def test_a_curriculum_decides_batch_by_batch_and_resumes(dataset: RLHFDataset) -> None:
+    loader = _sampled(dataset, Curriculum)
+    batches = iter(loader)
+    assert [_indices(next(batches)) for _ in range(2)] == [[0, 1, 2], [3, 4, 5]]
+    loader.sampler.update(8)
+    state = loader.state_dict()
+    assert _indices(next(batches)) == [8, 9, 0]
+    resumed = _sampled(dataset, Curriculum)
+    resumed.load_state_dict(state)
+    assert [_indices(batch) for batch in islice(iter(resumed), 2)] == [[8, 9, 0], [2, 3, 4]]
+
+
+def test_rows_of_any_data_set_become_prompts(dataset: RLHFDataset) -> None:
+    row = dataset[0]
+    bare = {key: row[key] for key in ("input_ids", "attention_mask", "data_source", "reward_model")}
+    item = PromptItems([bare], dataset.tokenizer, 40)[0]
+    assert (item["raw_prompt_ids"], item["prompt_text"]) == (row["raw_prompt_ids"], row["prompt_text"])
+    assert (item["extra_info"], item["response_limit"], item["index"]) == ({}, 0, 0) and "input_ids" not in item
+    for change, problem in (
+        ({"input_ids": None, "raw_prompt_ids": []}, r"has 0 tokens; expected 1 to data.max_prompt_length \(40\)"),
+        ({"reward_model": {"truth": 1}}, "expected a dict with ground_truth"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            PromptItems([bare | change], dataset.tokenizer, 40)[0]
+    with pytest.raises(ValueError, match="has no data_source and no reward_model"):
+        PromptItems([{"raw_prompt_ids": [1]}], dataset.tokenizer, 40)[0]
 
 
 def _indices(batch: dict[str, Any]) -> list[int]:
@@ -123,10 +223,13 @@ def test_a_row_may_have_a_response_limit_of_its_own(dataset: RLHFDataset, files:
         row["extra_info"]["max_response_length"] = limit
         pq.write_table(pa.Table.from_pylist([row]), path)
         if limit == 7:
-            assert RLHFDataset([str(path)], hf_tokenizer(files[1]), max_prompt_length=40)[0]["response_limit"] == 7
+            assert (
+                RLHFDataset([str(path)], hf_tokenizer(files[1]), DataConfig(max_prompt_length=40))[0]["response_limit"]
+                == 7
+            )
             continue
         with pytest.raises(ValueError, match=rf"row 0 \({limit}\); give a whole number above 0"):
-            RLHFDataset([str(path)], hf_tokenizer(files[1]), max_prompt_length=40)
+            RLHFDataset([str(path)], hf_tokenizer(files[1]), DataConfig(max_prompt_length=40))
 
 
 def test_resuming_with_other_data_is_an_error(dataset: RLHFDataset) -> None:

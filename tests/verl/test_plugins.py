@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from tests.verl.bandit import RIGHT_DIGIT, bandit_config, run_bandit, write_inputs
 from verl.trainer.config import validate_config
-from verl.trainer.preflight import reward_problems
+from verl.trainer.preflight import _data_problems, reward_problems
 from verl.workers.reward_manager import MANAGERS
 
 STEPS = ("trainer.total_training_steps=2", "trainer.save_freq=-1", "trainer.save_last=False", "trainer.export_hf=False")
@@ -66,6 +67,67 @@ class MyRewardManager(AbstractRewardManager):
             extra["examined"].append(self.num_examine)
         return {"reward_tensor": rewards, "reward_extra_info": extra} if return_dict else rewards
 """
+DATA = """
+import json
+
+from torch.utils.data import Dataset
+
+from verl.experimental.dataset.sampler import AbstractCurriculumSampler
+from verl.utils.dataset.rl_dataset import RLHFDataset
+
+
+class Questions(Dataset):
+    "Lines of JSON: a question and its answer."
+
+    def __init__(self, data_files, tokenizer, processor, config):
+        self.tokenizer, self.limit = tokenizer, config.get("max_prompt_length", 512)
+        self.rows = [json.loads(line) for path in data_files for line in open(path)]
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, item):
+        row = self.rows[item]
+        chat = [{"role": "user", "content": row["question"]}]
+        ids = self.tokenizer(self.tokenizer.apply_chat_template(chat, tokenize=False))["input_ids"]
+        return {
+            "raw_prompt_ids": ids[-self.limit :],
+            "data_source": "questions",
+            "reward_model": {"style": "rule", "ground_truth": row["answer"]},
+            "extra_info": {"index": item},
+            "index": item,
+            "level": row["level"],
+        }
+
+
+class Longer(RLHFDataset):
+    "Upstream's data set with a column more."
+
+    def __getitem__(self, item):
+        return {**super().__getitem__(item), "level": item}
+
+
+class EasyFirst(AbstractCurriculumSampler):
+    "The rows by level, and after an update from the highest level down."
+
+    def __init__(self, data_source, data_config):
+        self.levels = [data_source[i]["level"] for i in range(len(data_source))]
+        self.downwards = False
+
+    def __iter__(self):
+        left = set(range(len(self.levels)))
+        while left:
+            pick = max if self.downwards else min
+            left.remove(chosen := pick(left, key=lambda i: self.levels[i]))
+            yield chosen
+
+    def __len__(self):
+        return len(self.levels)
+
+    def update(self, batch):
+        assert len(batch.batch["advantages"]) == len(batch.non_tensor_batch["level"])
+        self.downwards = True
+"""
 FILTER = """
 def keeps_mixed(config, group):
     return 0 < group.rewards.mean() < config.reward_model.num_workers
@@ -78,6 +140,9 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_inputs(tmp_path)
     (tmp_path / "rewards.py").write_text(REWARDS)
     (tmp_path / "manager.py").write_text(MANAGER)
+    (tmp_path / "data.py").write_text(DATA)
+    lines = [{"question": f"digit {i}", "answer": str(RIGHT_DIGIT), "level": (i * 5) % 16} for i in range(16)]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
     (tmp_path / "filters.py").write_text(FILTER)
     return tmp_path
 
@@ -123,6 +188,57 @@ def test_a_users_reward_manager_and_filter(local_ray: None, root: Path) -> None:
     lines = _ledger(root, "step_1.jsonl")
     assert {line["grader"]["name"] for line in lines} == {"MyRewardManager"}
     assert all((line["parse"]["answer"] == str(RIGHT_DIGIT)) == (line["score"] == 1.0) for line in lines)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("name", "files"), [("Questions", "data.jsonl"), ("Longer", "data.parquet")])
+def test_a_users_data_set_and_sampler(local_ray: None, root: Path, name: str, files: str) -> None:
+    """The curriculum turns round after the first step; the reward's ledger shows which rows a step had."""
+    records = _run(
+        root,
+        f"data.custom_cls={{path:{root / 'data.py'},name:{name}}}",
+        f"data.sampler={{class_path:{root / 'data.py'},class_name:EasyFirst}}",
+        f"data.train_files={root / files}",
+        f"data.val_files={root / files}",
+    )
+    assert [record["step"] for record in records] == [0, 1, 2]
+    found = []
+    for step in (1, 2):
+        lines = _ledger(root, f"step_{step}.jsonl")
+        asked = {int(re.findall(r"\d+", line["prompt"])[0]) for line in lines}
+        found.append(sorted((i * 5) % 16 if name == "Questions" else i for i in asked))
+        assert {line["data_source"] for line in lines} == {"questions" if name == "Questions" else "digits"}
+    assert found == [[0, 1, 2, 3], [12, 13, 14, 15]]
+
+
+@pytest.mark.timeout(240)
+def test_the_classes_of_the_page_run(local_ray: None, root: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "plugins.md").read_text()
+    for code in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL):
+        (root / code.split()[1]).write_text(code)
+    (root / "questions.jsonl").write_text((root / "data.jsonl").read_text())
+    lines = "\n".join(re.findall(r"^    (data\..*)$", page, flags=re.MULTILINE))
+    given = [re.sub(r"\b(\w+\.(py|jsonl))\b", rf"{root}/\1", override) for override in lines.split()]
+    assert len(given) == 4
+    _run(root, *given, "trainer.val_before_train=False")
+    assert len(_ledger(root, "step_2.jsonl")) == 32
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ("data.custom_cls={path:DATA,name:EasyFirst}", "expected a class derived from torch.utils.data.Dataset"),
+        ("data.custom_cls={path:DATA,name:Answers}", "defines no 'Answers'"),
+        ("data.custom_cls={path:absent.py,name:Answers}", "data.custom_cls: absent.py does not exist"),
+        ("data.sampler={class_path:DATA,class_name:Questions}", "expected a class derived from verl.experimental"),
+        ("data.sampler={class_path:'pkg://no_such_package',class_name:X}", "pkg://no_such_package cannot be imported"),
+    ],
+)
+def test_what_cannot_be_a_data_set_or_a_sampler_is_refused_before_a_run(root: Path, given: str, problem: str) -> None:
+    [found] = _data_problems(bandit_config(root, given.replace("DATA", str(root / "data.py"))))
+    assert found.startswith("data.") and problem in found
+    good = f"data.custom_cls={{path:{root / 'data.py'},name:Longer}}"
+    assert list(_data_problems(bandit_config(root, good))) == []
 
 
 @pytest.mark.slow  # tests/verl/test_reward_functions.py calls functions of each sort, the test above runs one

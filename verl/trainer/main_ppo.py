@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 from verl.trainer.command_line import read_command_line
 from verl.trainer.config import (
@@ -104,6 +105,22 @@ def how_to_continue(checkpoint_dir: str) -> str:
     if newest is None:
         return "no checkpoint was written yet: the same command starts the training again"
     return f"run the same command again to continue from {newest.directory}, which is kept"
+
+
+def create_rl_dataset(
+    data_paths: Any, data_config: Any, tokenizer: Any, processor: Any, is_train: bool = True, max_samples: int = -1
+) -> Any:
+    """``verl.utils.dataset.creation.create_rl_dataset``, under upstream's name."""
+    from verl.utils.dataset import creation
+
+    return creation.create_rl_dataset(data_paths, data_config, tokenizer, processor, is_train, max_samples)
+
+
+def create_rl_sampler(data_config: Any, dataset: Any) -> Any:
+    """``verl.utils.dataset.creation.create_rl_sampler``, under upstream's name."""
+    from verl.utils.dataset import creation
+
+    return creation.create_rl_sampler(data_config, dataset)
 
 
 def worker_classes(config: PPOTrainerConfig) -> tuple[type, type | None]:

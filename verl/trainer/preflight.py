@@ -19,6 +19,7 @@ from verl.trainer.ppo.checkpointing import checkpoints, resume_problem
 from verl.trainer.ppo.filter_groups import load_filter
 from verl.trainer.ppo.observers import steps_of
 from verl.trainer.ppo.saved_rollouts import FILES
+from verl.utils.dataset.creation import dataset_class, sampler_class
 from verl.utils.parquet import data_sources, schema_problems
 from verl.utils.reward_score import code_answers
 from verl.utils.reward_score.default import DEFAULT_SOURCES, has_default, runs_programs
@@ -82,10 +83,25 @@ def _rollout_model_problems(path: Path) -> Iterator[str]:
 
 
 def _data_problems(config: PPOTrainerConfig) -> Iterator[str]:
+    """The classes that the config names, and files in another form than theirs."""
+    for key, load in (("data.custom_cls", dataset_class), ("data.sampler", sampler_class)):
+        try:
+            load(config.data)
+        except Exception as error:  # a process edge: the user's file runs here, and may raise anything
+            text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            yield text if text.startswith(key) else f"{key}: {text}"
+    if config.data.custom_cls.path is not None:
+        yield from _absent_files(config)  # a class of a user knows the form of its files
+        return
     for key, files in (("train_files", config.data.train_files), ("val_files", config.data.val_files)):
         for file in file_list(files):
             for problem in schema_problems(file, config.data.prompt_key):
                 yield f"data.{key}: {problem}"
+
+
+def _absent_files(config: PPOTrainerConfig) -> Iterator[str]:
+    for key, files in (("train_files", config.data.train_files), ("val_files", config.data.val_files)):
+        yield from (f"data.{key}: {file} does not exist" for file in file_list(files) if not Path(file).exists())
 
 
 def _record_problems(config: PPOTrainerConfig) -> Iterator[str]:
@@ -207,6 +223,8 @@ def _function_problems(where: str, spec: RewardFunctionSpec, must_be_batched: bo
 def _source_problems(config: PPOTrainerConfig) -> Iterator[str]:
     """Yield the mismatches of data and config: rows without a function, functions without a row."""
     files = [*file_list(config.data.train_files), *file_list(config.data.val_files)]
+    if config.data.custom_cls.path is not None:
+        return  # its rows are not known yet
     if any(schema_problems(file, config.data.prompt_key) for file in files):
         return  # reported as problems of the data
     custom, sources = config.custom_reward_function, sorted(data_sources(files))

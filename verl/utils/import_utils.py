@@ -11,6 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+_MODULE = "pkg://"
+
 
 def load_provider(provider: str) -> Any:
     """The object that ``module:name`` names: how optional packages are reached without importing them from here."""
@@ -22,8 +24,17 @@ def load_provider(provider: str) -> Any:
 
 
 def load_extern_type(file_path: str, type_name: str) -> Any:
-    """The object ``type_name`` of the Python file ``file_path``; ValueError says what is missing."""
-    module = _load_file(file_path)
+    """The object ``type_name`` of a Python file, or of a module as ``pkg://package.module``.
+
+    ValueError says what is missing.
+    """
+    if file_path.startswith(_MODULE):
+        try:
+            module = importlib.import_module(file_path.removeprefix(_MODULE))
+        except ImportError as error:
+            raise ValueError(f"{file_path} cannot be imported: {error}") from error
+    else:
+        module = _load_file(file_path)
     if not hasattr(module, type_name):
         defined = ", ".join(name for name in vars(module) if not name.startswith("_"))
         raise ValueError(f"{file_path} defines no {type_name!r}; it defines {defined}")

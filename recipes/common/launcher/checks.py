@@ -116,6 +116,8 @@ def writable_problems(name: str, path: Path) -> list[str]:
 
 def parquet_problems(job: Job) -> list[str]:
     """Faults of the parquet files that the user names; the data stage's own do not exist yet."""
+    if job.config.data.custom_cls.path is not None:
+        return []  # a class of a user knows the form of its files
     data, folder = job.config.data, job.settings.data_dir
     is_made = any(stage.name == "data" and stage.skip_reason is None for stage in stages(job))
     return [

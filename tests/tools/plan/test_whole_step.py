@@ -82,7 +82,7 @@ def step_config(inputs: Path, report_dir: Path, layout: str) -> PPOTrainerConfig
 
 def prompt_length(config: PPOTrainerConfig) -> int:
     tokenizer = hf_tokenizer(config.actor_rollout_ref.model.path)
-    dataset = RLHFDataset([config.data.train_files], tokenizer, max_prompt_length=config.data.max_prompt_length)
+    dataset = RLHFDataset([config.data.train_files], tokenizer, config.data)
     (length,) = {len(dataset[row]["raw_prompt_ids"]) for row in range(len(dataset))}
     return length
 

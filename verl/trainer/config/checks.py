@@ -47,6 +47,11 @@ def schedule_problems(config: PPOTrainerConfig) -> list[str]:
             "it False"
         )
     found += _filter_problems(config)
+    if config.data.sampler.class_path is not None:
+        found.append(
+            f"data.sampler is set; with {needs} prompts are taken ahead of the steps, in an order that must not "
+            "change: leave it out"
+        )
     if models.rollout.rebalance_interval:
         found.append(
             f"actor_rollout_ref.rollout.rebalance_interval is {models.rollout.rebalance_interval}; with {needs} "

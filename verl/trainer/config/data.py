@@ -15,6 +15,40 @@ _SET_NAME = re.compile(r"[\w-]+")  # a part of a dotted key
 
 
 @dataclass(frozen=True)
+class CustomClassConfig(Section):
+    """A data set class of your own.
+
+    Attributes:
+        path: Python file of the class, or ``pkg://package.module``.
+        name: a ``torch.utils.data.Dataset`` that is made with ``data_files``, ``tokenizer``, ``processor`` and
+            ``config``.
+    """
+
+    path: str | None = None
+    name: str | None = None
+
+    def contradictions(self, where: str) -> list[str]:
+        return _pair_problems(where, path=self.path, name=self.name)
+
+
+@dataclass(frozen=True)
+class SamplerConfig(Section):
+    """An order of the training rows of your own.
+
+    Attributes:
+        class_path: Python file of the class, or ``pkg://package.module``.
+        class_name: a subclass of ``verl.experimental.dataset.sampler.AbstractSampler``, for which ``shuffle`` and
+            ``seed`` then are; with ``trainer.schedule=sync`` only.
+    """
+
+    class_path: str | None = None
+    class_name: str | None = None
+
+    def contradictions(self, where: str) -> list[str]:
+        return _pair_problems(where, class_path=self.class_path, class_name=self.class_name)
+
+
+@dataclass(frozen=True)
 class DataConfig(Section):
     """Parquet files of prompts; lengths are tokens, batch sizes prompts.
 
@@ -36,6 +70,8 @@ class DataConfig(Section):
         filter_overlong_prompts: drop prompts that are longer than ``max_prompt_length``.
         truncation: what happens to longer prompts that are not dropped: ``error`` ends the run before its first step,
             ``left`` cuts their first tokens, ``right`` their last, ``middle`` those between two halves.
+        return_raw_chat: give rows the column ``raw_prompt``, the chat messages, which a reward manager sees.
+        apply_chat_template_kwargs: further arguments of the tokenizer's chat template.
     """
 
     VALUES: ClassVar = {
@@ -59,6 +95,10 @@ class DataConfig(Section):
     seed: int | None = None
     filter_overlong_prompts: bool = False
     truncation: str = "error"
+    return_raw_chat: bool = False
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    custom_cls: CustomClassConfig = field(default_factory=CustomClassConfig)
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
 
     def contradictions(self, where: str) -> list[str]:
         where, sets = f"{where}.val_files", self.val_files
@@ -71,6 +111,12 @@ class DataConfig(Section):
             if not files or not isinstance(files, str | list):
                 found.append(f"{where}.{name} is {files!r}; expected a path or a list of paths")
         return found
+
+
+def _pair_problems(where: str, **pair: str | None) -> list[str]:
+    given = [key for key, value in pair.items() if value is not None]
+    missing = [f"{where}.{key}" for key in pair if key not in given]
+    return [f"{where}.{given[0]} is given without {missing[0]}; give both or none"] if len(given) == 1 else []
 
 
 def file_list(files: Any) -> list[str]:

@@ -23,7 +23,6 @@ _NO_TOOL = "the tools are torch and npu"
 # dotted key or shell pattern -> (accepted values, what happens instead); the first pattern that matches counts
 FIXED_KEYS: dict[str, tuple[tuple[Any, ...], str]] = {
     "data.reward_fn_key": (("data_source",), "the column that every reward function is given"),
-    "data.return_raw_chat": (_FLAG, "rows always carry their prompt as text, and engines get token ids"),
     "data.return_full_prompt": (_FLAG, "rows always carry their whole prompt as text"),
     "data.return_raw_input_ids": (_FLAG, "rows always carry their prompt's token ids"),
     "data.trust_remote_code": (_FLAG, _NO_CODE),

@@ -33,6 +33,8 @@ _PATH_KEYS = (
     "actor_rollout_ref.actor.megatron.dist_checkpointing_path",
     "actor_rollout_ref.ref.megatron.dist_checkpointing_path",
     "custom_reward_function.path",
+    "data.custom_cls.path",
+    "data.sampler.class_path",
     "trainer.default_local_dir",
     "trainer.report_dir",
     "trainer.resume_from_path",

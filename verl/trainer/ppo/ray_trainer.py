@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from verl.experimental.dataset.sampler import AbstractCurriculumSampler
 from verl.protocol import DataProto
 from verl.single_controller.base import get_together
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
@@ -43,7 +44,8 @@ from verl.trainer.ppo.step_profiles import StepProfiles
 from verl.trainer.ppo.step_timeline import StepTimeline
 from verl.trainer.ppo.stop_request import StopRequest, TrainingInterruptedError
 from verl.trainer.ppo.validation import Validator
-from verl.utils.dataset import ResumableLoader, RLHFDataset
+from verl.utils.dataset import PromptItems, ResumableLoader
+from verl.utils.dataset.creation import create_rl_dataset, create_rl_sampler
 from verl.utils.device import op_tables_text, resolve_device
 from verl.utils.partitions import balanced_order
 from verl.utils.tracking import Tracking
@@ -105,15 +107,19 @@ class RayPPOTrainer:
         self.reward_fn = reward_fn
         self.run_metrics = dict(run_metrics or {})
         data = config.data
-        self.train_dataset = _dataset(config, tokenizer, file_list(data.train_files), data.train_max_samples)
+        self.train_dataset = _prompts(config, tokenizer, file_list(data.train_files), data.train_max_samples)
         self.val_datasets = {
-            name: _dataset(config, tokenizer, files, data.val_max_samples)
+            name: _prompts(config, tokenizer, files, data.val_max_samples)
             for name, files in val_sets(data.val_files).items()
         }
         self.train_loader = ResumableLoader(
-            self.train_dataset, config.gen_batch_size, shuffle=data.shuffle, seed=data.seed or 0
+            self.train_dataset,
+            config.gen_batch_size,
+            shuffle=data.shuffle,
+            seed=data.seed or 0,
+            sampler=create_rl_sampler(data, self.train_dataset.dataset) if data.sampler.class_path else None,
         )
-        per_epochs = len(self.train_dataset) // data.train_batch_size * config.trainer.total_epochs
+        per_epochs = self.train_loader.num_prompts // data.train_batch_size * config.trainer.total_epochs
         self.total_training_steps = config.trainer.total_training_steps or per_epochs
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
         self.global_step = 0
@@ -313,6 +319,8 @@ class RayPPOTrainer:
                     config.exceeded_token_limits,
                     config.training_layout.context_parallel_size,
                 )
+                if isinstance(self.train_loader.sampler, AbstractCurriculumSampler):
+                    self.train_loader.sampler.update(batch)
                 metrics |= report["metrics"] | compute_rank_metrics(report.get("by_rank", {}))
         metrics |= compute_data_metrics(batch) | compute_timing_metrics(batch, timing)
         return metrics | compute_throughout_metrics(batch, timing, config.num_devices)
@@ -349,16 +357,6 @@ class RayPPOTrainer:
         return {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": used}
 
 
-def _dataset(
-    config: PPOTrainerConfig, tokenizer: PreTrainedTokenizerBase, files: list[str], max_samples: int
-) -> RLHFDataset:
-    data = config.data
-    return RLHFDataset(
-        files,
-        tokenizer,
-        prompt_key=data.prompt_key,
-        max_prompt_length=data.max_prompt_length,
-        filter_overlong_prompts=data.filter_overlong_prompts,
-        truncation=data.truncation,
-        max_samples=max_samples,
-    )
+def _prompts(config: PPOTrainerConfig, tokenizer: PreTrainedTokenizerBase, files: list[str], max_samples: int) -> Any:
+    dataset = create_rl_dataset(files, config.data, tokenizer, None, max_samples=max_samples)
+    return PromptItems(dataset, tokenizer, config.data.max_prompt_length)

@@ -18,7 +18,7 @@ from verl.trainer.ppo.metric_utils import compute_set_metrics, compute_validatio
 from verl.trainer.ppo.reward_ledger import RewardLedger
 from verl.trainer.ppo.reward_process import RegisteredRewardManager
 from verl.trainer.ppo.schedules.generation import sampling_seeds
-from verl.utils.dataset import RLHFDataset, collate_fn
+from verl.utils.dataset import PromptItems, collate_fn
 from verl.workers.reward_manager import PooledRewardManager, Scores
 
 _STREAM = -1  # sampling stream of validation: the same noise at every step, so that scores compare
@@ -35,7 +35,7 @@ class Validator:
     """
 
     config: PPOTrainerConfig
-    datasets: Mapping[str, RLHFDataset]
+    datasets: Mapping[str, PromptItems]
     generate: Callable[[int, DataProto], DataProto]
     reward_fn: PooledRewardManager | RegisteredRewardManager
     ledger: RewardLedger
@@ -67,7 +67,7 @@ class Validator:
         metrics = compute_validation_metrics(sources, parts, lengths, n) | compute_set_metrics(sets, parts, lengths)
         return metrics | {"timing_s/testing": timing["testing"]}
 
-    def _batches(self, step: int, dataset: RLHFDataset, n: int) -> Iterator[DataProto]:
+    def _batches(self, step: int, dataset: PromptItems, n: int) -> Iterator[DataProto]:
         """Every problem of a set n times with its responses; a set's noise does not depend on the other sets."""
         seed, size = self.config.actor_rollout_ref.rollout.seed, self.config.data.val_batch_size or len(dataset)
         for first in range(0, len(dataset), size):

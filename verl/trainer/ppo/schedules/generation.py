@@ -27,7 +27,7 @@ class Tokens:
         return {"eos_token_id": self.eos_token_id, "pad_token_id": self.pad_token_id}
 
 
-def prompt_rows(prompts: dict[str, np.ndarray], uids: Sequence[str], n: int, seeds: np.ndarray) -> DataProto:
+def prompt_rows(prompts: dict[str, Any], uids: Sequence[str], n: int, seeds: np.ndarray) -> DataProto:
     """Return each of the B prompts n times with its uid, and a sampling seed for each of the B n rows."""
     batch = DataProto.from_single_dict(prompts)
     batch.non_tensor_batch["uid"] = as_rows(uids)

@@ -1,0 +1,1 @@
+"""Parts that upstream keeps apart from its main packages."""

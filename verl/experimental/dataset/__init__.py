@@ -1,0 +1,1 @@
+"""Orders of prompts that a user writes."""

@@ -1,0 +1,63 @@
+"""Rows of any data set as the trainer needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from verl.utils.dataset.rl_dataset import RESPONSE_LIMIT
+
+_PADDED = ("input_ids", "attention_mask", "position_ids")  # engines get token ids without padding
+
+
+class PromptItems(Dataset):
+    """A data set whose rows have ``raw_prompt_ids``, ``prompt_text``, ``extra_info`` and ``response_limit``.
+
+    Each is derived where the row of ``dataset`` lacks it: the ids from ``input_ids`` and ``attention_mask``, the text
+    from the ids. ``data_source`` and ``reward_model`` are the row's own.
+
+    Args:
+        max_prompt_length: a longer prompt is an error.
+    """
+
+    def __init__(self, dataset: Any, tokenizer: Any, max_prompt_length: int) -> None:
+        self.dataset, self.tokenizer, self.max_prompt_length = dataset, tokenizer, max_prompt_length
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = dict(self.dataset[index])
+        where = f"row {index} of {type(self.dataset).__name__}"
+        ids = _prompt_ids(row, where)
+        missing = [key for key in ("data_source", "reward_model") if key not in row]
+        if missing:
+            raise ValueError(f"{where} has no {' and no '.join(missing)}; it has {', '.join(sorted(row))}")
+        if not isinstance(row["reward_model"], Mapping) or "ground_truth" not in row["reward_model"]:
+            given = row["reward_model"]
+            raise ValueError(f"the reward_model of {where} is {given!r}; expected a dict with ground_truth")
+        if not 1 <= len(ids) <= self.max_prompt_length:
+            raise ValueError(
+                f"the prompt of {where} has {len(ids)} tokens; expected 1 to data.max_prompt_length "
+                f"({self.max_prompt_length})"
+            )
+        extra_info = row.get("extra_info") or {}
+        kept = {key: value for key, value in row.items() if key not in _PADDED}
+        return {
+            "index": index,
+            "response_limit": extra_info.get(RESPONSE_LIMIT) or 0,
+            **kept,
+            "raw_prompt_ids": ids,
+            "prompt_text": row["prompt_text"] if "prompt_text" in row else str(self.tokenizer.decode(ids)),
+            "extra_info": extra_info,
+        }
+
+
+def _prompt_ids(row: Mapping[str, Any], where: str) -> list[int]:
+    if "raw_prompt_ids" in row:
+        return [int(token) for token in row["raw_prompt_ids"]]
+    if "input_ids" in row and "attention_mask" in row:
+        return [int(token) for token in row["input_ids"][row["attention_mask"].bool()]]
+    raise ValueError(f"{where} has neither raw_prompt_ids nor input_ids with attention_mask: {', '.join(sorted(row))}")
