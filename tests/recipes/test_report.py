@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tools.report.__main__ import main
+from tools.report.curves import CHARTS, as_svg
 from tools.report.run_data import read_run
 
 EVIL = '<script>alert("x")</script><img src=http://example.org/x onerror=y>'
@@ -96,6 +97,18 @@ def test_restarts_of_workers_are_told(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["--run-dir", str(tmp_path)]) == 0
     assert "2, in steps 4, 5" in capsys.readouterr().out
     assert "rank 1 died &lt;b&gt;" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_resume_with_another_reward_is_told_and_marked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path)
+    assert "change-" not in as_svg(read_run(tmp_path), CHARTS[0])
+    entry = {"key": "custom_reward_function", "was": None, "now": ["<mine>.py (0123)", "compute_score", {}]}
+    (tmp_path / "changes.jsonl").write_text(json.dumps({"step": 2, "changes": [entry]}) + "\n")
+    assert main(["--run-dir", str(tmp_path)]) == 0
+    assert "custom_reward_function, from step 2 on" in " ".join(capsys.readouterr().out.split())
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "&lt;mine&gt;.py (0123)" in page and "Resumed with another reward" in page
+    assert as_svg(read_run(tmp_path), CHARTS[0]).count('id="change-2"') == 1
 
 
 def test_nothing_to_report_on_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -148,6 +148,17 @@ def test_dynamic_sampling_generates_until_enough_groups_differ_and_resumes_to_th
         }
 
 
+@pytest.mark.slow  # tests/verl/test_run_changes.py has the record without a run
+@pytest.mark.timeout(240)
+def test_a_resume_with_another_algorithm_is_written_down(local_ray: None, root: Path) -> None:
+    run_bandit(bandit_config(root, "trainer.total_training_steps=2"))
+    run_bandit(bandit_config(root, "trainer.total_training_steps=3"))
+    assert not (root / "changes.jsonl").exists()
+    run_bandit(bandit_config(root, "trainer.total_training_steps=4", "algorithm.adv_estimator=rloo"))
+    change = {"key": "algorithm.adv_estimator", "was": "grpo", "now": "rloo"}
+    assert json.loads((root / "changes.jsonl").read_text()) == {"step": 4, "changes": [change]}
+
+
 @pytest.mark.timeout(240)
 def test_evaluation_sets_have_metrics_of_their_own_and_the_end_can_be_left_out(local_ray: None, root: Path) -> None:
     rows = pq.read_table(root / "data.parquet")

@@ -64,6 +64,8 @@ def draw(run: RunData, chart: Chart) -> Figure:
             marker = "o" if chart.has_markers or len(steps) == 1 else ""
             axes.plot(steps, values, color=colour, linewidth=2.0, marker=marker, markersize=5, solid_capstyle="round")
             ends.append((values[-1], steps[-1], label, colour))
+    for change in run.changes if ends else ():
+        axes.axvline(change["step"], color=MUTED, linewidth=1.0, linestyle=":", gid=f"change-{change['step']}")
     _label_ends(axes, sorted(ends), chart.is_score)
     axes.set_title(chart.title, loc="left", color=INK, fontsize=13, fontweight="bold", pad=22)
     axes.text(0, 1.03, chart.unit, transform=axes.transAxes, color=MUTED, fontsize=9)

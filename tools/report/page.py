@@ -21,7 +21,16 @@ def page_style() -> str:
 
 def render(run: RunData) -> str:
     body = "".join(
-        [_head(run), _curves(run), _phases(run), _transcripts(run), _data(run), _restarts(run), _last_step(run)]
+        [
+            _head(run),
+            _curves(run),
+            _phases(run),
+            _transcripts(run),
+            _data(run),
+            _changes(run),
+            _restarts(run),
+            _last_step(run),
+        ]
     )
     name = html.escape(run.run_dir.name)
     return (
@@ -127,6 +136,22 @@ def _data(run: RunData) -> str:
     )
     source = _text(report.get("json_path"))
     return f'<h2>Data</h2><div class="card">{source}: {html.escape(counts)}<ul>{skipped}</ul></div>'
+
+
+def _changes(run: RunData) -> str:
+    """What a resumed run learned from instead; the curves have a dotted line there."""
+    rows = "".join(
+        f"<tr><td>{int(change['step'])}</td><td>{_text(entry['key'])}</td><td>{_text(json.dumps(entry['was']))}</td>"
+        f"<td>{_text(json.dumps(entry['now']))}</td></tr>"
+        for change in run.changes
+        for entry in change["changes"]
+    )
+    if not rows:
+        return ""
+    head = "<tr><th>from step</th><th>key</th><th>was</th><th>is</th></tr>"
+    note = '<div class="muted small">the dotted lines of the curves</div>'
+    title = "Resumed with another reward, data set or algorithm"
+    return f'<h2>{title}</h2><div class="card">{note}<table>{head}{rows}</table></div>'
 
 
 def _restarts(run: RunData) -> str:

@@ -1,4 +1,4 @@
-"""Reads a run directory: metrics, validation transcripts, the data report, restarts of workers."""
+"""Reads a run directory: metrics, validation transcripts, the data report, restarts of workers, changes at a resume."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ class RunData:
     generations: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # step -> transcripts
     data_report: dict[str, Any] | None = None
     restarts: list[dict[str, Any]] = field(default_factory=list)  # ``step``, ``from_step``, ``cause`` of each
+    changes: list[dict[str, Any]] = field(default_factory=list)  # ``step`` and ``changes`` of each resume with others
 
     def series(self, name: str) -> list[tuple[int, float]]:
         """(step, value) of every step that logged ``name``."""
@@ -52,7 +53,8 @@ def read_run(run_dir: Path) -> RunData:
     generations = {step: read_jsonl(file) for step, file in files.items()}
     report = run_dir / "data" / "data_report.json"
     data_report = json.loads(report.read_text(encoding="utf-8")) if report.is_file() else None
-    return RunData(run_dir, metrics, generations, data_report, read_jsonl(run_dir / "restarts.jsonl"))
+    restarts, changes = (read_jsonl(run_dir / name) for name in ("restarts.jsonl", "changes.jsonl"))
+    return RunData(run_dir, metrics, generations, data_report, restarts, changes)
 
 
 def step_files(folder: Path) -> dict[int, Path]:

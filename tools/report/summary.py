@@ -18,6 +18,7 @@ FILES = (
     ("response_len.png", "response lengths"),
     ("metrics.jsonl", "every metric of every step"),
     ("restarts.jsonl", "when workers died, and why"),
+    ("changes.jsonl", "what a resumed run learned from instead"),
     ("tensorboard", "the same for TensorBoard"),
     ("checkpoints", "training checkpoints"),
     ("export_hf", "the trained model as Hugging Face safetensors"),
@@ -55,6 +56,9 @@ def closing_summary(run: RunData) -> RenderableType:
     if run.restarts:
         steps = ", ".join(str(restart["step"]) for restart in run.restarts)
         facts.add_row("restarts of workers", f"{len(run.restarts)}, in steps {steps}")
+    for change in run.changes:
+        keys = ", ".join(entry["key"] for entry in change["changes"])
+        facts.add_row("resumed with another", Text(f"{keys}, from step {change['step']} on"))
     files = Table.grid(padding=(0, 2))
     for name, meaning in FILES:
         if (run.run_dir / name).exists():

@@ -27,8 +27,8 @@ from recipes.common.data_scripts import digest_of
 RUN_FILE = "run.json"
 EARLIER = "earlier_runs"
 OUTPUTS = (
-    "checkpoints metrics.jsonl restarts.jsonl tensorboard val_generations reward_ledger samples rollouts samples.html "
-    "timeline export_hf trained_hf report.html rewards.png response_len.png val_score.png"
+    "checkpoints metrics.jsonl restarts.jsonl changes.jsonl tensorboard val_generations reward_ledger samples rollouts "
+    "samples.html timeline export_hf trained_hf report.html rewards.png response_len.png val_score.png"
 )
 LATEST = "latest"
 _RANK = re.compile(r":actor_name:rank (\d+)")  # Ray writes an actor's repr into its files when it starts

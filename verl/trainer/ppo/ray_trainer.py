@@ -31,6 +31,7 @@ from verl.trainer.ppo.metric_utils import (
 from verl.trainer.ppo.observers import Step, StepObserver
 from verl.trainer.ppo.reward_ledger import RewardLedger
 from verl.trainer.ppo.reward_process import PendingRewards, RegisteredRewardManager
+from verl.trainer.ppo.run_changes import learning_settings
 from verl.trainer.ppo.run_checkpoints import RunCheckpoints
 from verl.trainer.ppo.sample_records import SampleRecords
 from verl.trainer.ppo.saved_rollouts import FOLDER, GENERATED_ROW, RolloutSaver, SavedRollouts
@@ -154,6 +155,7 @@ class RayPPOTrainer:
             self.workers,
             self.source,
             self.kl_ctrl,
+            learning_settings(self.config),
         )
         self.validator = Validator(
             self.config,

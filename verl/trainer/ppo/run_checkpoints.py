@@ -11,12 +11,19 @@ from verl.trainer.config import TrainerConfig
 from verl.trainer.ppo import checkpointing
 from verl.trainer.ppo.core_algos import AdaptiveKLController, FixedKLController
 from verl.trainer.ppo.metric_utils import marked_timer
+from verl.trainer.ppo.run_changes import record_changes
 
 logger = logging.getLogger(__name__)
 
+_LEARNING = "learning"  # key of the state
+
 
 class RunCheckpoints:
-    """The checkpoints of one run: the state of its workers, of its source of samples and of its KL controller."""
+    """The checkpoints of one run: the state of its workers, of its source of samples and of its KL controller.
+
+    Args:
+        learning: what the run learns from (``learning_settings``).
+    """
 
     def __init__(
         self,
@@ -25,9 +32,10 @@ class RunCheckpoints:
         workers: Any,
         source: Any,
         kl_ctrl: AdaptiveKLController | FixedKLController,
+        learning: dict[str, Any],
     ) -> None:
         self.config, self.load_contents = config, load_contents
-        self.workers, self.source, self.kl_ctrl = workers, source, kl_ctrl
+        self.workers, self.source, self.kl_ctrl, self.learning = workers, source, kl_ctrl, learning
         self._unpublished: checkpointing.Checkpoint | None = None
         self._last_save: dict[str, float] = {}
 
@@ -41,7 +49,7 @@ class RunCheckpoints:
         with marked_timer("save_checkpoint", timing):
             self.publish(waits=True)
             state, arrays = self.source.state()
-            checkpoint.write_state(state | {"kl_coef": self.kl_ctrl.value}, arrays)
+            checkpoint.write_state(state | {"kl_coef": self.kl_ctrl.value, _LEARNING: self.learning}, arrays)
             latest_path = checkpointing.latest_path(root).absolute()
             self.workers.save_checkpoint(
                 str(checkpoint.actor.absolute()), global_step=step, latest_path=str(latest_path)
@@ -88,6 +96,7 @@ class RunCheckpoints:
         self.kl_ctrl.value = state["kl_coef"]
         self.workers.load_checkpoint(str(checkpoint.actor.absolute()))
         logger.info("resumed after step %d from %s", checkpoint.step, checkpoint.directory)
+        record_changes(config.report_dir, checkpoint.step, state.get(_LEARNING, {}), self.learning)
         for name, what in (("optimizer", "the optimizer's moments start"), ("extra", "learning rate and seeds start")):
             if name not in self.load_contents:
                 logger.warning("%s anew: actor.checkpoint.load_contents has no %s", what, name)
