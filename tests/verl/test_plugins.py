@@ -33,7 +33,7 @@ from collections import defaultdict
 
 import torch
 
-from verl.protocol import DataProto
+from verl import DataProto
 from verl.workers.reward_manager import register
 from verl.workers.reward_manager.abstract import AbstractRewardManager
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from tests.verl.upstream_api import differences, module_differences, upstream_api
 from verl.protocol import DataProto
 from verl.trainer.config import load_config
-from verl.trainer.ppo.reward import compute_reward, get_custom_reward_fn, load_reward_manager
+from verl.trainer.ppo.reward import compute_reward, compute_reward_async, get_custom_reward_fn, load_reward_manager
 from verl.trainer.ppo.reward_process import manager_batch, reward_problem
 from verl.trainer.preflight import reward_manager_problems
 from verl.workers.reward_manager import (
@@ -60,6 +61,35 @@ def correct(data_source: str, solution_str: str, ground_truth: str, extra_info: 
 async def slowly(solution_str: str, **given: Any) -> float:
     await asyncio.sleep(0)
     return float(len(solution_str))
+
+
+# Module -> its names, without those of trackers that are not here.
+PROMISED = {
+    "verl.trainer.ppo.reward": ("get_custom_reward_fn", "load_reward_manager", "compute_reward"),
+    "verl.workers.reward_manager": ("register", "get_reward_manager_cls", "PrimeRewardManager"),
+    "verl.workers.reward_manager.abstract": ("RawRewardFn", "AbstractRewardManager"),
+    "verl.workers.reward_manager.registry": ("register", "get_reward_manager_cls"),
+    "verl.workers.reward_manager.naive": ("NaiveRewardManager",),
+    "verl.workers.reward_manager.batch": ("BatchRewardManager",),
+    "verl.workers.reward_manager.dapo": ("DAPORewardManager",),
+    "verl.utils.tracking": ("Tracking", "ClearMLLogger", "FileLogger", "ValidationGenerationsLogger"),
+    "verl.utils.dataset": ("RLHFDataset",),
+    "verl.utils.dataset.rl_dataset": ("RLHFDataset", "collate_fn"),
+    "verl.experimental.dataset.sampler": ("AbstractSampler", "AbstractCurriculumSampler"),
+    "verl.trainer.main_ppo": ("create_rl_dataset", "create_rl_sampler"),
+    "verl.utils.import_utils": ("import_external_libs", "load_extern_type"),
+}
+
+
+@pytest.mark.parametrize("name", PROMISED)
+def test_the_names_of_plug_ins_have_upstreams_signatures(name: str) -> None:
+    found = module_differences(name, *PROMISED[name])
+    assert [problem for problem in found if "vemlp_wandb" not in problem] == []
+
+
+def test_the_ray_task_has_upstreams_signature() -> None:
+    upstream = upstream_api()["verl.trainer.ppo.reward"].functions["compute_reward_async"]
+    assert differences(compute_reward_async._function, upstream) == []
 
 
 def test_naive_puts_the_score_on_the_last_token() -> None:

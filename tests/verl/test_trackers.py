@@ -125,7 +125,13 @@ def test_as_upstreams_users_call_it(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ours.finish()
     assert (tmp_path / "p" / "e.jsonl").read_text() == '{"step": 3, "data": {"a": 1.0}}\n'
     assert list((tmp_path / "board").iterdir()) and not list(tmp_path.rglob("metrics.jsonl"))
-    ValidationGenerationsLogger(project_name="p", experiment_name="e").log(["console"], SAMPLES, 1)
+    ValidationGenerationsLogger(project_name="p", experiment_name="e").log(["console", "tensorboard"], SAMPLES, 1)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    shown = EventAccumulator(str(tmp_path / "board"))
+    shown.Reload()
+    [event] = shown.Tensors("val/generations/text_summary")
+    assert "    1 + 1 =\n\n---\n\n    <b>2</b> ✓" in event.tensor_proto.string_val[0].decode() and event.step == 1
 
 
 @installed("wandb")

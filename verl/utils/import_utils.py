@@ -41,7 +41,7 @@ def load_extern_type(file_path: str, type_name: str) -> Any:
     return getattr(module, type_name)
 
 
-def import_external_libs(external_libs: str | Sequence[str] | None) -> None:
+def import_external_libs(external_libs: str | Sequence[str] | None = None) -> None:
     """Import modules, or Python files (``*.py``), for what they register; each once in a process."""
     libraries = [external_libs] if isinstance(external_libs, str) else external_libs or []
     for library in libraries:

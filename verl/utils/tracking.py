@@ -90,6 +90,8 @@ class Tracking:
 
     def log_generations(self, samples: Sequence[Sequence[Any]], step: int) -> None:
         """Shows samples of a validation, each (input, output, score), in the trackers; before the step's metrics."""
+        if "tensorboard" in self.logger:
+            self.logger["tensorboard"].log_generations(samples, step)
         for name in TRACKERS.keys() & self.logger.keys():
             if self._takes(name, step):
                 try:
@@ -162,7 +164,7 @@ class _Console:
 class _TensorBoard:
     """Writes to ``directory/tensorboard``, else to TENSORBOARD_DIR or ``tensorboard_log/PROJECT/EXPERIMENT``."""
 
-    def __init__(self, project_name: str, experiment_name: str, directory: str | None, first_step: int) -> None:
+    def __init__(self, project_name: str, experiment_name: str, directory: str | None, first_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         path = os.environ.get("TENSORBOARD_DIR") or f"tensorboard_log/{project_name}/{experiment_name}"
@@ -172,6 +174,12 @@ class _TensorBoard:
     def log(self, data: Mapping[str, float], step: int) -> None:
         for name, value in data.items():
             self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def log_generations(self, samples: Sequence[Sequence[Any]], step: int) -> None:
+        """The text ``val/generations`` with a code block each for input and output, as they are."""
+        blocks = [f"    {text}".replace("\n", "\n    ") for sample in samples for text in map(str, sample)]
+        self._writer.add_text("val/generations", "\n\n---\n\n".join(blocks), step)
         self._writer.flush()
 
     def finish(self, *, is_done: bool = True) -> None:
@@ -188,8 +196,14 @@ class ValidationGenerationsLogger:
     def log(self, loggers: Sequence[str], samples: Sequence[Sequence[Any]], step: int) -> None:
         """Shows ``samples`` in each of ``loggers`` that has a place for texts."""
         for name in loggers:
-            if name in TRACKERS:
+            if name in TRACKERS or name == "tensorboard":
                 getattr(self, f"log_generations_to_{name}")(samples, step)
+
+    def log_generations_to_tensorboard(self, samples: Sequence[Sequence[Any]], step: int) -> None:
+        """Where ``Tracking`` without a directory writes."""
+        board = _TensorBoard(str(self.project_name), str(self.experiment_name), None, None)
+        board.log_generations(samples, step)
+        board.finish()
 
     def log_generations_to_wandb(self, samples: Sequence[Sequence[Any]], step: int) -> None:
         wandb_run.log_generations(samples, step)
