@@ -6,6 +6,7 @@ import importlib.util
 import os
 from collections.abc import Mapping
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -34,7 +35,7 @@ def dist_backend(device: str) -> str:
     return _BACKENDS[device]
 
 
-def get_torch_device(device: str) -> ModuleType | None:
+def device_module(device: str) -> ModuleType | None:
     """``torch.cuda`` or ``torch.npu``; None on the CPU, which has no memory of its own to ask about.
 
     Raises:
@@ -49,6 +50,51 @@ def get_torch_device(device: str) -> ModuleType | None:
             "it (requirements/npu.txt) and leave TORCH_DEVICE_BACKEND_AUTOLOAD unset: torch loads the plug-in itself"
         )
     return module
+
+
+def __getattr__(name: str) -> Any:
+    """``is_cuda_available`` and ``is_npu_available`` (upstream's constants): looked up when they are asked for."""
+    if name == "is_cuda_available":
+        return torch.cuda.is_available()
+    if name == "is_npu_available":
+        return is_torch_npu_available()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def is_torch_npu_available() -> bool:
+    """Whether torch_npu is installed and this machine has an Ascend device."""
+    return resolve_device("auto") == "npu"
+
+
+def get_device_name() -> str:
+    """``npu``, ``cuda`` or ``cpu``: the device that this machine has."""
+    return resolve_device("auto")
+
+
+def get_torch_device() -> Any:
+    """``torch.npu``, ``torch.cuda`` or ``torch.cpu``, of the device that this machine has."""
+    return getattr(torch, get_device_name())
+
+
+def get_device_id() -> int:
+    """The index of this process's device; 0 on a CPU."""
+    return 0 if get_device_name() == "cpu" else int(get_torch_device().current_device())
+
+
+def get_nccl_backend() -> str:
+    """The backend of torch.distributed for the device that this machine has: hccl, nccl or gloo."""
+    return dist_backend(get_device_name())
+
+
+def get_visible_devices_keyword() -> str:
+    """The variable that says which devices a process sees."""
+    return "ASCEND_RT_VISIBLE_DEVICES" if is_torch_npu_available() else "CUDA_VISIBLE_DEVICES"
+
+
+def set_expandable_segments(enable: bool) -> None:
+    """Lets CUDA's allocator grow its segments or not; other devices read it from their environment at start."""
+    if get_device_name() == "cuda":
+        torch.cuda.memory._set_allocator_settings(f"expandable_segments:{enable}")
 
 
 def ops_providers(trainer: TrainerConfig, device: str) -> tuple[str, str]:
@@ -74,7 +120,7 @@ def group_backend(device: str) -> GroupBackend:
 
 def init_device(device_type: str) -> torch.device:
     """Claims this process's device: the launcher shows each process all devices of its node, LOCAL_RANK picks one."""
-    accelerator = get_torch_device(device_type)
+    accelerator = device_module(device_type)
     if accelerator is None:
         return torch.device("cpu")
     local_rank = int(os.environ["LOCAL_RANK"])

@@ -6,7 +6,9 @@ import hashlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
+from functools import cache, wraps
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,11 +25,15 @@ def load_provider(provider: str) -> Any:
         raise ValueError(f"provider {provider!r} cannot be loaded: {error}; expected 'module:name'") from error
 
 
-def load_extern_type(file_path: str, type_name: str) -> Any:
-    """The object ``type_name`` of a Python file, or of a module as ``pkg://package.module``.
+def load_extern_type(file_path: str | None, type_name: str | None) -> Any:
+    """The object ``type_name`` of a Python file, or of a module as ``pkg://package.module``; None without a path.
 
     ValueError says what is missing.
     """
+    if not file_path:
+        return None
+    if not type_name:
+        raise ValueError(f"{file_path}: the name of the object to take from it is missing")
     if file_path.startswith(_MODULE):
         try:
             module = importlib.import_module(file_path.removeprefix(_MODULE))
@@ -49,6 +55,59 @@ def import_external_libs(external_libs: str | Sequence[str] | None = None) -> No
             _load_file(library)
         else:
             importlib.import_module(library)
+
+
+@cache
+def is_megatron_core_available() -> bool:
+    return _is_installed("megatron.core")
+
+
+@cache
+def is_vllm_available() -> bool:
+    return _is_installed("vllm")
+
+
+@cache
+def is_nvtx_available() -> bool:
+    return _is_installed("nvtx")
+
+
+@cache
+def is_trl_available() -> bool:
+    return _is_installed("trl")
+
+
+def deprecated(replacement: str = "") -> Callable[[Any], Any]:
+    """Decorator of a function or class: each call warns that it goes away, and names what to use instead."""
+
+    def decorate(target: Any) -> Any:
+        advice = f"; use {replacement} instead" if replacement else ""
+        text = f"{target.__module__}.{target.__qualname__} is deprecated{advice}"
+
+        def warn() -> None:
+            warnings.warn(text, FutureWarning, stacklevel=3)
+
+        if isinstance(target, type) and "__init__" in vars(target):
+            return type(target.__name__, (target,), {"__init__": _after(warn, vars(target)["__init__"])})
+        return _after(warn, target)
+
+    return decorate
+
+
+def _after(warn: Callable[[], None], function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        warn()
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def _load_file(file_path: str) -> ModuleType:

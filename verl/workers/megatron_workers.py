@@ -24,7 +24,7 @@ from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, Execute, make_nd_compute_dataproto_dispatch_fn, register
 from verl.trainer.config import PPOTrainerConfig
 from verl.utils.checkpoint import MegatronCheckpointManager
-from verl.utils.device import get_torch_device, group_backend, init_device, ops_providers, resolve_device
+from verl.utils.device import device_module, group_backend, init_device, ops_providers, resolve_device
 from verl.utils.distributed import join_world
 from verl.utils.hang_watchdog import HangWatchdog
 from verl.utils.import_utils import import_external_libs, load_provider
@@ -379,7 +379,7 @@ class ActorRolloutRefWorker(Worker, DistProfilerExtension):
         allocator = load_provider(_HOST_ALLOCATOR_STATS)()
         for name, num_bytes in (allocator or {}).items():
             metrics[f"perf/jemalloc_{name}_gb"] = num_bytes / 2**30
-        accelerator = get_torch_device(self.device_type)
+        accelerator = device_module(self.device_type)
         if accelerator is not None:
             metrics["perf/max_memory_allocated_gb"] = accelerator.max_memory_allocated() / 2**30
             metrics["perf/max_memory_reserved_gb"] = accelerator.max_memory_reserved() / 2**30

@@ -76,7 +76,7 @@ class OurStep:
         rewards_BR[:, -1] = torch.tensor([reward_of(text) for text in texts])
         batch.batch["token_level_rewards"] = rewards_BR
         batch.non_tensor_batch["uid"] = np.array([str(row // rollout.n) for row in range(rows)], dtype=object)
-        batch = compute_advantage(batch, self.config)
+        batch = compute_advantage(batch, self.config.algorithm.adv_estimator, config=self.config.algorithm)
         scored = stopwatch.read()["seconds"]
         metrics = self.worker.update_actor(worker_batch(batch, "advantages")).meta_info["metrics"]
         measured = stopwatch.read()

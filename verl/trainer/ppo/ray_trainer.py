@@ -16,8 +16,8 @@ from verl.single_controller.base import get_together
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.config.data import file_list, val_sets
-from verl.trainer.ppo.algos import estimate_advantages
-from verl.trainer.ppo.core_algos import get_kl_controller, kl_penalty
+from verl.trainer.ppo.algos import AdvantageEstimator
+from verl.trainer.ppo.core_algos import get_kl_controller
 from verl.trainer.ppo.filter_groups import group_filter
 from verl.trainer.ppo.metric_utils import (
     compute_data_metrics,
@@ -29,6 +29,7 @@ from verl.trainer.ppo.metric_utils import (
     marked_timer,
 )
 from verl.trainer.ppo.observers import Step, StepObserver
+from verl.trainer.ppo.resource_pools import ResourcePoolManager
 from verl.trainer.ppo.reward_ledger import RewardLedger
 from verl.trainer.ppo.reward_process import PendingRewards, RegisteredRewardManager
 from verl.trainer.ppo.run_changes import learning_settings
@@ -41,9 +42,11 @@ from verl.trainer.ppo.schedules.group_sampling import Grading
 from verl.trainer.ppo.schedules.saved import SavedSource
 from verl.trainer.ppo.schedules.synchronous import SynchronousSource
 from verl.trainer.ppo.scores import add_scores, reward_parts
+from verl.trainer.ppo.step_functions import apply_kl_penalty, compute_advantage, compute_response_mask
 from verl.trainer.ppo.step_profiles import StepProfiles
 from verl.trainer.ppo.step_timeline import StepTimeline
 from verl.trainer.ppo.stop_request import StopRequest, TrainingInterruptedError
+from verl.trainer.ppo.utils import Role, WorkerType
 from verl.trainer.ppo.validation import Validator
 from verl.utils.dataset import PromptItems, ResumableLoader
 from verl.utils.dataset.creation import create_rl_dataset, create_rl_sampler
@@ -56,28 +59,22 @@ from verl.workers.row_store import worker_batch
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+__all__ = [
+    "AdvantageEstimator",
+    "RayPPOTrainer",
+    "ResourcePoolManager",
+    "Role",
+    "WorkerType",
+    "apply_kl_penalty",
+    "compute_advantage",
+    "compute_data_metrics",
+    "compute_response_mask",
+    "compute_throughout_metrics",
+    "compute_timing_metrics",
+    "marked_timer",
+]
+
 logger = logging.getLogger(__name__)
-
-
-def apply_kl_penalty(data: DataProto, kl_coef: float, kind: str) -> tuple[DataProto, float]:
-    """token_level_rewards = scores - kl_coef * KL per token; also the mean KL over response tokens."""
-    mask = data.batch["response_mask"].float()
-    kl = kl_penalty(data.batch["old_log_probs"], data.batch["ref_log_prob"], kind) * mask
-    data.batch["token_level_rewards"] = data.batch["token_level_scores"] - kl_coef * kl
-    return data, float(kl.sum() / mask.sum().clamp(min=1))
-
-
-def compute_advantage(data: DataProto, config: PPOTrainerConfig) -> DataProto:
-    """Adds ``advantages`` and ``returns`` [B, R]; a pure function of the rewards and the prompt groups."""
-    advantages, returns = estimate_advantages(
-        config.algorithm.adv_estimator,
-        data.batch["token_level_rewards"],
-        data.batch["response_mask"].float(),
-        data.non_tensor_batch["uid"],
-        config.algorithm,
-    )
-    data.batch["advantages"], data.batch["returns"] = advantages, returns
-    return data
 
 
 class RayPPOTrainer:
@@ -311,7 +308,13 @@ class RayPPOTrainer:
             if trains:
                 with marked_timer("adv", timing):
                     metrics |= self._apply_kl(batch)
-                    batch = compute_advantage(batch, config)
+                    batch = compute_advantage(
+                        batch,
+                        config.algorithm.adv_estimator,
+                        gamma=config.algorithm.gamma,
+                        norm_adv_by_std_in_grpo=config.algorithm.norm_adv_by_std_in_grpo,
+                        config=config.algorithm,
+                    )
                 for observer in self.observers:
                     observer.before_update(step)
                 with marked_timer("update_actor", timing):
@@ -353,10 +356,7 @@ class RayPPOTrainer:
         if not self.config.algorithm.use_kl_in_reward:
             batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
             return {}
-        _, kl = apply_kl_penalty(batch, self.kl_ctrl.value, self.config.algorithm.kl_penalty)
-        used = self.kl_ctrl.value
-        self.kl_ctrl.update(kl, n_steps=len(batch))
-        return {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": used}
+        return apply_kl_penalty(batch, self.kl_ctrl, self.config.algorithm.kl_penalty)[1]
 
 
 def _prompts(config: PPOTrainerConfig, tokenizer: PreTrainedTokenizerBase, files: list[str], max_samples: int) -> Any:

@@ -1,0 +1,40 @@
+"""The base of a user's config classes (upstream: ``verl.base_config``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import FrozenInstanceError, dataclass, fields
+from typing import Any, ClassVar
+
+
+@dataclass
+class BaseConfig(Mapping):
+    """A dataclass that reads like a dict, and whose fields cannot be changed once they are set.
+
+    A subclass names in ``_mutable_fields`` those that can. ``_target_`` is the class that a YAML file asks for.
+    """
+
+    _mutable_fields: ClassVar[set[str]] = set()
+    _target_: str = ""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__ and name not in self._mutable_fields:
+            raise FrozenInstanceError(f"Field '{name}' of {type(self).__name__} is frozen; build a new one instead")
+        super().__setattr__(name, value)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The field ``key``; ``default`` when there is none."""
+        return getattr(self, key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        """The field ``key``; KeyError when there is none."""
+        try:
+            return getattr(self, key)
+        except AttributeError as error:
+            raise KeyError(key) from error
+
+    def __iter__(self) -> Iterator[str]:
+        return (field.name for field in fields(self))
+
+    def __len__(self) -> int:
+        return len(fields(self))
