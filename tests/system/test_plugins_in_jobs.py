@@ -1,0 +1,102 @@
+"""All kinds of plug-ins together train the tiny model: files of a user, of which each process imports what it needs."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.system.command import read_metrics
+from tests.system.in_process import fit, in_process_config
+from tests.system.jobs import Prepared
+from verl.trainer.preflight import preflight_problems
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORD = """
+import os, pathlib, sys
+pathlib.Path({folder!r}, str(os.getpid())).write_text(sys.argv[0] if sys.argv else "")
+"""
+DATA = """
+from verl.experimental.dataset.sampler import AbstractSampler
+from verl.utils.dataset.rl_dataset import RLHFDataset
+
+
+class Numbered(RLHFDataset):
+    def __getitem__(self, item):
+        return {**super().__getitem__(item), "number": item}
+
+
+class Backwards(AbstractSampler):
+    def __init__(self, data_source, data_config):
+        self.size = len(data_source)
+
+    def __len__(self):
+        return self.size
+
+    def __iter__(self):
+        return iter(range(self.size - 1, -1, -1))
+"""
+MANAGER = """
+import torch
+
+from verl import DataProto
+from verl.workers.reward_manager import NaiveRewardManager, register
+
+
+@register("numbered")
+class NumberedRewardManager(NaiveRewardManager):
+    def __init__(self, tokenizer, num_examine, compute_score=None, reward_fn_key="data_source", scale=1.0):
+        super().__init__(tokenizer, num_examine, compute_score, reward_fn_key)
+        self.scale = scale
+
+    def __call__(self, data: DataProto, return_dict=False):
+        found = super().__call__(data, return_dict=True)
+        noise = torch.tensor([len(str(n)) + i % 3 for i, n in enumerate(data.non_tensor_batch["number"])])
+        lengths = data.batch["response_mask"].sum(-1)
+        found["reward_tensor"][torch.arange(len(data)), lengths - 1] += self.scale * noise
+        found["reward_extra_info"]["number"] = list(data.non_tensor_batch["number"])
+        return found if return_dict else found["reward_tensor"]
+"""
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.mark.slow  # tests/verl/test_plugins.py has each kind with a policy of ten logits
+def test_plug_ins_together(local_ray: None, converted: Prepared, tmp_path: Path) -> None:
+    """Data set, sampler, estimator, policy loss and manager; two ranks, the driver and the manager's process import."""
+    seen = tmp_path / "seen"
+    seen.mkdir()
+    page = (ROOT / "docs" / "algorithms.md").read_text()
+    [algorithms] = re.findall(r"```python\n# my_algorithms.py\n(.*?)```", page, flags=re.DOTALL)
+    (tmp_path / "library.py").write_text(RECORD.format(folder=str(seen)) + algorithms + MANAGER)
+    (tmp_path / "data.py").write_text(DATA)
+    config = in_process_config(
+        converted,
+        tmp_path,
+        2,
+        2,
+        f"actor_rollout_ref.model.external_lib={tmp_path / 'library.py'}",
+        "algorithm.adv_estimator=centred",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=plain",
+        "reward_model.reward_manager=numbered",
+        "+reward_model.reward_kwargs.scale=0.5",
+        f"data.custom_cls={{path:{tmp_path / 'data.py'},name:Numbered}}",
+        f"data.sampler={{class_path:{tmp_path / 'data.py'},class_name:Backwards}}",
+        "trainer.val_before_train=False",
+        "trainer.test_last=False",
+    )
+    assert preflight_problems(config) == []
+    fit(config)
+    rows = [row for row in read_metrics(tmp_path) if row["step"]]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(row["actor/grad_norm"] > 0 and math.isfinite(row["actor/pg_loss"]) for row in rows)
+    assert all("actor/largest_ratio" in row for row in rows)
+    numbers = []
+    for step in (1, 2):
+        lines = (tmp_path / "reward_ledger" / f"step_{step}.jsonl").read_text().splitlines()
+        numbers.append({int(json.loads(line)["parts"]["number"]) for line in lines})
+    assert min(numbers[0]) > max(numbers[1]), "the sampler takes the rows from the last"
+    assert len(list(seen.iterdir())) == 4, "the driver, two workers and the manager's process"
