@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -239,6 +240,32 @@ def test_what_cannot_be_a_data_set_or_a_sampler_is_refused_before_a_run(root: Pa
     assert found.startswith("data.") and problem in found
     good = f"data.custom_cls={{path:{root / 'data.py'},name:Longer}}"
     assert list(_data_problems(bandit_config(root, good))) == []
+
+
+@pytest.mark.slow  # tests/verl/test_trackers.py has the trackers without a run, and without their packages
+@pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("wandb", "mlflow"))),
+    reason="needs wandb and mlflow: pip install wandb mlflow",
+)
+@pytest.mark.timeout(240)
+def test_a_run_in_wandb_and_mlflow(local_ray: None, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import mlflow
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    mlflow.set_tracking_uri(f"sqlite:///{root}/mlflow.db")
+    mlflow.set_experiment(experiment_id=mlflow.create_experiment("digits", (root / "artifacts").as_uri()).strip())
+    loggers = ("trainer.logger=[wandb,mlflow]", "trainer.project_name=digits", "trainer.log_val_generations=2")
+    records = _run(root, f"custom_reward_function={{path:{root / 'rewards.py'},name:single}}", *loggers)
+    state = json.loads((root / "trackers.json").read_text())
+    assert {name: run["last_step"] for name, run in state.items()} == {"wandb": 2, "mlflow": 2}
+    run = mlflow.MlflowClient(f"sqlite:///{root}/mlflow.db").get_run(state["mlflow"]["run_id"])
+    assert run.data.metrics["critic/score/mean"] == pytest.approx(records[-1]["critic/score/mean"])
+    assert run.data.params["data.train_batch_size"] == "4" and run.info.status == "FINISHED"
+    shown = json.loads((root / "val_generations" / "step_2.jsonl").read_text().splitlines()[0])
+    tables = [json.loads(path.read_text())["data"] for path in root.rglob("*.table.json")]
+    expected = [shown["step"], shown["prompt"], shown["response"], shown["score"]]
+    assert len(tables) == 2 and any(table[0] == expected for table in tables)
+    assert len(list((root / "artifacts").rglob("val_generations/step_*.json"))) == 2
 
 
 @pytest.mark.slow  # tests/verl/test_reward_functions.py calls functions of each sort, the test above runs one
