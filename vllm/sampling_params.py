@@ -29,6 +29,7 @@ class SamplingParams:
     repetition_penalty divides positive logits of all tokens of prompt and output and multiplies negative ones;
     frequency_penalty times a token's count in the output and presence_penalty once are subtracted. logit_bias is added
     before them. A sample holds only allowed_token_ids (EOS too must be among them), and no sequence of bad_words.
+    These tokenizers put no spaces between special tokens, whatever `spaces_between_special_tokens` says.
     """
 
     n: int = 1
@@ -53,6 +54,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # of LLMEngine.add_request
 
     def __post_init__(self) -> None:
@@ -114,3 +116,15 @@ class SamplingParams:
         if self.stop_strings and not self.detokenize:
             problems.append("stop strings need detokenize=True; use stop_token_ids without text")
         return problems
+
+
+class StructuredOutputsParams:
+    """Raises ValueError: outputs cannot be constrained to a form; clients import the name in any case."""
+
+    def __init__(self, **form: object) -> None:
+        asked = ", ".join(name for name, value in form.items() if value is not None) or "a form"
+        raise ValueError(f"structured outputs ({asked}) are not supported; allowed_token_ids limits tokens")
+
+
+class GuidedDecodingParams(StructuredOutputsParams):
+    """vLLM's earlier name of `StructuredOutputsParams`."""

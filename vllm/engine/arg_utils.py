@@ -46,7 +46,9 @@ class EngineArgs:
     data_parallel_size: int | None = option(None, "replicas; default: VLLM_DP_SIZE of the environment, else 1")
     enable_expert_parallel: bool = option(False, "share the experts among all ranks of all replicas")
     rebalance_interval: int = option(0, "steps between two rounds of moving requests between replicas; 0: never")
-    distributed_executor_backend: str = option("external_launcher", "the only one: the caller starts the processes")
+    distributed_executor_backend: str | None = option(
+        "external_launcher", "the only one: the caller starts the processes; one process may also say mp or uni"
+    )
     max_model_len: int | None = option(None, "tokens of a sequence, prompt and output; default: the model's maximum")
     max_num_seqs: int = option(256, "sequences of a step")
     max_num_batched_tokens: int | None = option(None, "tokens of a step; default: 2048, or more where needed")
@@ -121,7 +123,8 @@ class EngineArgs:
         config: VllmConfig = _dataclass_of(
             VllmConfig, values | {name: _dataclass_of(kind, values) for name, kind in _PARTS}
         )
-        if self.distributed_executor_backend != "external_launcher":
+        is_alone = world_size == 1 and self.distributed_executor_backend in (None, "uni", "mp")
+        if self.distributed_executor_backend != "external_launcher" and not is_alone:
             problems.append(
                 f"distributed_executor_backend={self.distributed_executor_backend!r}: only 'external_launcher' is "
                 "supported; start one process per device (torchrun, Ray) and build an LLM in each"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -13,7 +15,9 @@ from torch import Tensor
 
 from vllm.distributed.parallel_state import init_model_parallel
 from vllm.engine.arg_utils import EngineArgs
-from vllm.inputs import PromptType
+from vllm.engine.client_args import take_client_args
+from vllm.entrypoints.chat_utils import Message, conversation_prompt
+from vllm.inputs import PromptType, TokensPrompt
 from vllm.model_executor.model_loader.digest import WeightDigest
 from vllm.model_executor.model_loader.rank_shards import RankShards, engine_shards
 from vllm.model_executor.model_loader.shard_writer import WeightUpdate
@@ -48,7 +52,8 @@ class LLM:
         rollout_ops: an op table, or its provider "module:function"; None: the platform's.
         device: a platform or its name; None: what this machine has.
         first_rank: the first torch.distributed rank that has an engine; the layout counts from it.
-        engine_args: the other fields of `EngineArgs`.
+        tensor_parallel_size, ...: the other fields of `EngineArgs`. Further arguments of vLLM's that mean nothing here
+            are listed once in the log, or refused by the feature that is missing (`vllm.engine.client_args`).
     """
 
     def __init__(
@@ -60,12 +65,15 @@ class LLM:
         first_rank: int = 0,
         **engine_args: Any,
     ) -> None:
+        kept, notes = take_client_args(engine_args)
         args = EngineArgs(
             model,
             rollout_ops=rollout_ops if isinstance(rollout_ops, str) else None,
             device=device.name if isinstance(device, Platform) else device,
-            **engine_args,
+            **kept,
         )
+        if notes:
+            logger.info("taken without effect:\n  %s", "\n  ".join(notes))
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         platform = device if isinstance(device, Platform) else resolve_platform(args.device)
         config = args.create_engine_config(
@@ -90,7 +98,8 @@ class LLM:
         self,
         prompts: PromptType | RequestOutput | Sequence[PromptType | RequestOutput],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = False,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
         *,
         priority: Sequence[int] | None = None,
         max_steps: int | None = None,
@@ -106,8 +115,10 @@ class LLM:
         its samples have finished. Ranks that step together must be given the same limits.
 
         ValueError lists all prompts that cannot be run (index, length, limit); RuntimeError while the engine sleeps.
-        use_tqdm is accepted for vLLM's callers and has no effect.
+        `use_tqdm` shows a bar of finished prompts on a terminal; or is called like tqdm to make one.
         """
+        if lora_request is not None:
+            raise ValueError("lora_request: LoRA adapters are not supported; merge the adapter into the weights first")
         prompt_list = [prompts] if isinstance(prompts, (str, dict, RequestOutput)) else list(prompts)
         count = len(prompt_list)
         params = sampling_params if sampling_params is not None else SamplingParams()
@@ -120,9 +131,43 @@ class LLM:
             self._group(f"prompt {index}", *settings)
             for index, settings in enumerate(zip(prompt_list, param_list, priorities, strict=True))
         ]
-        with frozen_gc_heap():
-            self.engine.generate(groups, priorities, max_steps, max_seconds, on_output)
+        with frozen_gc_heap(), _progress(use_tqdm, count) as bar:
+            counted = on_output if bar is None else _counting(bar, on_output)
+            self.engine.generate(groups, priorities, max_steps, max_seconds, counted)
         return [group.output(self.engine.processor.decoder(group.params)) for group in groups]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Return one RequestOutput per conversation, a list of messages with role and content; or for a single one.
+
+        Conversations are rendered by `chat_template`, else the tokenizer's own. ValueError without a template, for
+        messages that it refuses, or with skip_tokenizer_init.
+        """
+        is_single = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: Sequence[Any] = [messages] if is_single else messages
+        tokenizer = self.get_tokenizer()
+        prompts: list[PromptType] = []
+        for conversation in conversations:
+            text = conversation_prompt(
+                tokenizer,
+                conversation,
+                chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **(chat_template_kwargs or {}),
+            )
+            # The template writes the special tokens itself.
+            prompts.append(TokensPrompt(prompt_token_ids=tokenizer.encode(text, add_special_tokens=False)))
+        return self.generate(prompts, sampling_params, use_tqdm)
 
     def sleep(self, level: int = 1, tags: Sequence[str] | None = None) -> None:
         """Free "weights" and "kv_cache", or those of them in `tags`. Level 1 keeps the weights on the host.
@@ -180,6 +225,11 @@ class LLM:
         return engine_shards(self.config, rank)
 
     @property
+    def llm_engine(self) -> LLMEngine:
+        """The engine, under vLLM's name."""
+        return self.engine
+
+    @property
     def policy_version(self) -> int:
         """The version of the weights, as given to the last `update_weights`; 0 for the initial weights."""
         return self.core.policy_version
@@ -231,6 +281,31 @@ class LLM:
         if prompt.resumable is None:
             raise ValueError(f"{name} is a finished RequestOutput, expected one that was cut before its end")
         return prompt.resumable.resumed(name, request_id, priority)
+
+
+@contextmanager
+def _progress(use_tqdm: bool | Callable[..., Any], total: int) -> Iterator[Any]:
+    """A bar of `total` prompts, or None; tqdm's own is there on terminals only."""
+    if not use_tqdm:
+        yield None
+        return
+    from tqdm.auto import tqdm  # an engine that shows no bar does without
+
+    make = partial(tqdm, disable=None) if use_tqdm is True else use_tqdm
+    bar = make(total=total, desc="Processed prompts", unit="prompt", dynamic_ncols=True)
+    try:
+        yield bar
+    finally:
+        bar.close()
+
+
+def _counting(bar: Any, on_output: Callable[[RequestOutput], None] | None) -> Callable[[RequestOutput], None]:
+    def count(output: RequestOutput) -> None:
+        bar.update(1)
+        if on_output is not None:
+            on_output(output)
+
+    return count
 
 
 def _known_tags(action: str, tags: Sequence[str] | None) -> list[str]:

@@ -13,6 +13,14 @@ FILE_NAME = "tokenizer.json"
 _LARGEST_BLANK_END = 64  # bytes
 
 
+def get_tokenizer(tokenizer_name: str, **options: object) -> PreTrainedTokenizerBase:
+    """The tokenizer in a directory; ValueError when it cannot be read.
+
+    Of vLLM's `options`, which name modes, revisions and remote code, none changes anything.
+    """
+    return LazyTokenizer(tokenizer_name).load()
+
+
 class LazyTokenizer:
     """The tokenizer in a directory, loaded when text is first asked for: transformers takes a second and 30 MB, and an
     engine of token ids needs none of it.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.inputs import PromptType
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -40,6 +40,11 @@ class LLMEngine:
         self._streams: dict[str, OutputStream] = {}  # of unfinished requests
         self._stream_of: dict[str, OutputStream] = {}  # by the id of an unfinished sample
         self._is_anyone_busy = False
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """Under vLLM's name: clients read ``max_model_len`` from it."""
+        return self.config.model
 
     def add_request(self, request_id: str, prompt: PromptType, params: SamplingParams, *, priority: int = 0) -> None:
         """Queue the n samples of a prompt; waiting requests with a lower `priority` run first.

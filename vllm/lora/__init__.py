@@ -1,0 +1,1 @@
+"""Names of vLLM's adapters, which this engine does not have."""
