@@ -39,6 +39,8 @@ class Recorder:
     runs: ClassVar[list[Recorder]] = []
 
     def __init__(self, project_name: str, experiment_name: str, config: Any, **place: Any) -> None:
+        if project_name == "secret":
+            raise PermissionError("log in first")
         self.config, self.continued = config, place["run_id"]
         self.run_id = place["run_id"] or f"{project_name}-{experiment_name}-{len(self.runs)}"
         self.steps: list[int] = []
@@ -92,6 +94,11 @@ def test_a_tracker_that_fails_ends_nothing(
     assert caplog.text.count("wandb: ConnectionError: the server is away") == 1
     assert Recorder.runs[0].steps == [0, 3]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
+
+
+def test_a_tracker_that_does_not_start_is_named(recorder: type[Recorder]) -> None:
+    with pytest.raises(ValueError, match="trainer.logger: wandb cannot start: PermissionError: log in first"):
+        Tracking("secret", "e", "wandb")
 
 
 def test_names_are_checked_and_packages_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

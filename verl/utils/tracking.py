@@ -35,6 +35,9 @@ class Tracking:
 
     Attributes:
         logger: the backends by name.
+
+    Raises:
+        ValueError: a name is not known, or a tracker does not start.
     """
 
     supported_backend: ClassVar = [*TRACKERS, "tensorboard", "console", "file"]
@@ -61,9 +64,11 @@ class Tracking:
         for name in names:
             if name in TRACKERS:
                 run_id = self._runs.get(name, {}).get("run_id")
-                tracker = TRACKERS[name].load()(
-                    project_name, experiment_name, config, directory=directory, run_id=run_id
-                )
+                place = {"directory": directory, "run_id": run_id}
+                try:
+                    tracker = TRACKERS[name].load()(project_name, experiment_name, config, **place)
+                except Exception as error:  # a process edge: a login that is missing, a server that is away
+                    raise ValueError(f"trainer.logger: {name} cannot start: {type(error).__name__}: {error}") from error
                 self.logger[name] = tracker
                 self._runs.setdefault(name, {"last_step": -1})["run_id"] = tracker.run_id
             elif name == "tensorboard":
