@@ -285,7 +285,7 @@ def test_devices_take_one_resource_and_stay_visible() -> None:
 
 def test_all_to_all_wants_one_entry_per_rank() -> None:
     group = WorkerGroup("g", worker_class(), world_size=2)
-    assert dispatch_all_to_all(group, [1, 2], key=[3, 4]) == [((1,), {"key": 3}), ((2,), {"key": 4})]
+    assert dispatch_all_to_all(group, [1, 2], key=[3, 4]) == (([1, 2],), {"key": [3, 4]})
     with pytest.raises(ValueError, match="argument 0 must be a list of 2"):
         dispatch_all_to_all(group, [1])
 

@@ -2,38 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from verl.protocol import BY_RANK, DataProto
+from verl.protocol import BY_RANK, DataProto, pad_dataproto_to_divisor
+from verl.utils.py_functional import DynamicEnum
 
 if TYPE_CHECKING:
     from verl.single_controller.base.worker import Worker
     from verl.single_controller.base.worker_group import WorkerGroup
 
-MAGIC_ATTR = "_verl_registration"
+MAGIC_ATTR = "attrs_3141562937"  # upstream's: what a method has that a group may call
 EVERY_RANK = "every rank"  # the mesh of a group in which each rank takes a part of its own
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 RankCall = tuple[tuple, dict[str, Any]]
+Spread = tuple[tuple, dict[str, Any]]  # every argument as a list with one entry per rank
 
 
-class Dispatch(Enum):
-    """Named ways to spread a call over the ranks."""
+class Dispatch(DynamicEnum):
+    """Named ways to spread a call over the ranks; users add their own by ``register_dispatch_mode``."""
 
-    ONE_TO_ALL = auto()  # every rank gets the same arguments; a list of outputs comes back
-    ALL_TO_ALL = auto()  # every argument is a list with one entry per rank; a list of outputs comes back
-    DP_COMPUTE = auto()  # as ALL_TO_ALL (upstream's name where every rank is one data-parallel replica)
-    DP_COMPUTE_PROTO = auto()  # every rank gets one equal part of each DataProto; outputs are concatenated
+    _registry: ClassVar[dict[str, DynamicEnum]] = {}
+    _next_value: ClassVar[int] = 0
+    ONE_TO_ALL: ClassVar[Any]  # every rank gets the same arguments; a list of outputs comes back
+    ALL_TO_ALL: ClassVar[Any]  # every argument is a list with one entry per rank; a list of outputs comes back
+    DP_COMPUTE: ClassVar[Any]  # as ALL_TO_ALL (upstream's name where every rank is one data-parallel replica)
+    DP_COMPUTE_PROTO: ClassVar[Any]  # every rank gets one equal part of each DataProto; outputs are concatenated
+    DP_COMPUTE_PROTO_WITH_FUNC: ClassVar[Any]  # the same; the first argument is a function that every rank gets
+    DP_COMPUTE_METRIC: ClassVar[Any]  # parts as DP_COMPUTE_PROTO; a list of outputs comes back
 
 
-class Execute(Enum):
+class Execute(DynamicEnum):
     """Which ranks run the call."""
 
-    ALL = auto()
-    RANK_ZERO = auto()
+    _registry: ClassVar[dict[str, DynamicEnum]] = {}
+    _next_value: ClassVar[int] = 0
+    ALL: ClassVar[Any]
+    RANK_ZERO: ClassVar[Any]
+
+
+def init_predefined_dispatch_mode() -> None:
+    """Registers the modes above that are not registered."""
+    for name in _MODES:
+        if Dispatch.from_name(name) is None:
+            Dispatch.register(name)
+
+
+def init_predefined_execute_mode() -> None:
+    for name in ("ALL", "RANK_ZERO"):
+        if Execute.from_name(name) is None:
+            Execute.register(name)
+
+
+_MODES = (
+    *("RANK_ZERO", "ONE_TO_ALL", "ALL_TO_ALL", "DP_COMPUTE", "DP_COMPUTE_PROTO", "DP_COMPUTE_PROTO_WITH_FUNC"),
+    "DP_COMPUTE_METRIC",
+)
+init_predefined_dispatch_mode()
+init_predefined_execute_mode()
 
 
 def _keep_all(group: WorkerGroup) -> list[bool]:
@@ -65,13 +94,28 @@ class Registration:
 
 
 def register(
-    dispatch_mode: Dispatch | DispatchFns = Dispatch.ALL_TO_ALL,
+    dispatch_mode: Dispatch | DispatchFns | Mapping[str, Callable[..., Any]] = Dispatch.ALL_TO_ALL,
     execute_mode: Execute = Execute.ALL,
     blocking: bool = True,
+    materialize_futures: bool = True,
 ) -> Callable[[Method], Method]:
-    """Makes a worker's method callable on its group; with ``blocking=False`` the call returns a ``PendingCall``."""
-    fns = DISPATCH_MODE_FN_REGISTRY[dispatch_mode] if isinstance(dispatch_mode, Dispatch) else dispatch_mode
-    registration = Registration(fns, execute_mode is Execute.RANK_ZERO, blocking)
+    """Makes a worker's method callable on its group.
+
+    Args:
+        dispatch_mode: a registered mode, or ``{"dispatch_fn": ..., "collect_fn": ...}`` as in
+            ``register_dispatch_mode``.
+        blocking: False: the call returns a ``PendingCall``, which can be an argument of further calls.
+        materialize_futures: whether a worker gets such an argument's output; there is no other way here.
+    """
+    if not materialize_futures:
+        raise ValueError("materialize_futures=False: arguments are always complete before a call of theirs starts")
+    if isinstance(dispatch_mode, Dispatch):
+        fns = DISPATCH_MODE_FN_REGISTRY[dispatch_mode]
+        is_rank_zero = execute_mode is Execute.RANK_ZERO or dispatch_mode is Dispatch["RANK_ZERO"]
+    else:
+        fns = dispatch_mode if isinstance(dispatch_mode, DispatchFns) else _users_fns(**dispatch_mode)
+        is_rank_zero = execute_mode is Execute.RANK_ZERO
+    registration = Registration(fns, is_rank_zero, blocking)
 
     def mark(method: Method) -> Method:
         setattr(method, MAGIC_ATTR, registration)
@@ -86,24 +130,121 @@ def registered_methods(worker_cls: type[Worker]) -> dict[str, Registration]:
     return {name: getattr(method, MAGIC_ATTR) for name, method in methods.items() if hasattr(method, MAGIC_ATTR)}
 
 
-def dispatch_one_to_all(group: WorkerGroup, *args: Any, **kwargs: Any) -> list[RankCall]:
+def dispatch_one_to_all(worker_group: Any, *args: Any, **kwargs: Any) -> Spread:
     """The same arguments for every rank; a DataProto is stored once."""
-    shared_args = tuple(_shared(group, value) for value in args)
-    shared_kwargs = {key: _shared(group, value) for key, value in kwargs.items()}
-    return [(shared_args, shared_kwargs)] * group.world_size
+    size = worker_group.world_size
+    shared = tuple([_shared(worker_group, value)] * size for value in args)
+    return shared, {key: [_shared(worker_group, value)] * size for key, value in kwargs.items()}
 
 
-def dispatch_all_to_all(group: WorkerGroup, *args: Any, **kwargs: Any) -> list[RankCall]:
+def dispatch_all_to_all(worker_group: Any, *args: Any, **kwargs: Any) -> Spread:
+    """Every argument as it is: a list with one entry per rank; ValueError for another one."""
     named = {**{f"argument {i}": value for i, value in enumerate(args)}, **kwargs}
     for name, value in named.items():
-        if not isinstance(value, list | tuple) or len(value) != group.world_size:
-            raise ValueError(f"{name} must be a list of {group.world_size} entries, one per rank, got {value!r:.200}")
-    ranks = range(group.world_size)
-    return [(tuple(arg[r] for arg in args), {key: value[r] for key, value in kwargs.items()}) for r in ranks]
+        if not isinstance(value, list | tuple) or len(value) != worker_group.world_size:
+            raise ValueError(
+                f"{name} must be a list of {worker_group.world_size} entries, one per rank, got {value!r:.200}"
+            )
+    return args, kwargs
 
 
-def collect_all_to_all(group: WorkerGroup, outputs: list[Any]) -> list[Any]:
-    return outputs
+def collect_all_to_all(worker_group: Any, output: list[Any]) -> list[Any]:
+    return output
+
+
+def dispatch_dp_compute(worker_group: Any, *args: Any, **kwargs: Any) -> Spread:
+    return dispatch_all_to_all(worker_group, *args, **kwargs)
+
+
+def collect_dp_compute(worker_group: Any, output: list[Any]) -> list[Any]:
+    return output
+
+
+def dispatch_dp_compute_data_proto(worker_group: Any, *args: Any, **kwargs: Any) -> Spread:
+    """One equal part of each DataProto for every rank, other arguments as they are."""
+    return _spread_parts(worker_group, list(range(worker_group.world_size)), worker_group.world_size, args, kwargs)
+
+
+def dispatch_dp_compute_data_proto_with_func(worker_group: Any, *args: Any, **kwargs: Any) -> Spread:
+    """The same; the first argument is a function, which every rank gets."""
+    if not args or not callable(args[0]):
+        raise ValueError("the first argument of such a call is a function")
+    parts, named = dispatch_dp_compute_data_proto(worker_group, *args[1:], **kwargs)
+    return ([args[0]] * worker_group.world_size, *parts), named
+
+
+def collect_dp_compute_data_proto(worker_group: Any, output: list[Any]) -> Any:
+    """The outputs in rank order, concatenated when they are DataProtos."""
+    return _joined(output)
+
+
+def dispatch_nd_compute(
+    dp_rank_mapping: list[int], dp_size: int, worker_group: Any, *args: Any, **kwargs: Any
+) -> Spread:
+    """Entry ``dp_rank_mapping[r]`` of every argument, a list with ``dp_size`` entries, for rank r."""
+    for value in (*args, *kwargs.values()):
+        if not isinstance(value, list | tuple) or len(value) != dp_size:
+            raise ValueError(f"every argument is a list of {dp_size} entries, one per part, got {value!r:.200}")
+    spread = tuple([value[dp] for dp in dp_rank_mapping] for value in args)
+    return spread, {key: [value[dp] for dp in dp_rank_mapping] for key, value in kwargs.items()}
+
+
+def collect_nd_compute(collect_mask: list[bool], worker_group: Any, output: list[Any]) -> list[Any]:
+    """The outputs of the ranks that collect, in rank order."""
+    return [value for value, is_collect in zip(output, collect_mask, strict=True) if is_collect]
+
+
+def dispatch_nd_compute_dataproto(
+    dp_rank_mapping: list[int], dp_size: int, worker_group: Any, *args: Any, **kwargs: Any
+) -> Spread:
+    """Part ``dp_rank_mapping[r]`` of ``dp_size`` of every DataProto for rank r; other arguments as they are."""
+    return _spread_parts(worker_group, dp_rank_mapping, dp_size, args, kwargs)
+
+
+def collect_nd_compute_dataproto(collect_mask: list[bool], worker_group: Any, output: list[Any]) -> Any:
+    """The outputs of the ranks that collect, in rank order, concatenated when they are DataProtos."""
+    return _joined(collect_nd_compute(collect_mask, worker_group, output))
+
+
+def dispatch_lazy_compute_data_proto(mesh_name: str, worker_group: Any, *args: Any, **kwargs: Any) -> Spread:
+    """``dispatch_nd_compute_dataproto`` over the mesh that the workers registered under ``mesh_name``."""
+    mesh = worker_group.mesh(mesh_name)
+    return dispatch_nd_compute_dataproto(list(mesh.dp_ranks), mesh.dp_size, worker_group, *args, **kwargs)
+
+
+def collect_lazy_compute_data_proto(mesh_name: str, worker_group: Any, *args: Any, **kwargs: Any) -> Any:
+    """``collect_nd_compute_dataproto`` over the mesh that the workers registered under ``mesh_name``."""
+    return collect_nd_compute_dataproto(list(worker_group.mesh(mesh_name).is_collect), worker_group, *args, **kwargs)
+
+
+def get_predefined_dispatch_fn(dispatch_mode: Dispatch) -> DispatchFns:
+    """The functions of a registered mode."""
+    return DISPATCH_MODE_FN_REGISTRY[dispatch_mode]
+
+
+def register_dispatch_mode(
+    dispatch_mode_name: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]
+) -> None:
+    """Adds a mode, ``Dispatch.NAME`` from now on; ValueError when there is one.
+
+    Args:
+        dispatch_fn: (group, *args, **kwargs) -> (args, kwargs), each of them a list with one entry per rank.
+        collect_fn: (group, outputs of the ranks) -> the output of the call.
+    """
+    mode: Any = Dispatch.register(dispatch_mode_name)
+    DISPATCH_MODE_FN_REGISTRY[mode] = _users_fns(dispatch_fn, collect_fn)
+
+
+def update_dispatch_mode(
+    dispatch_mode: Dispatch, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]
+) -> None:
+    """Gives a registered mode other functions, for the methods that are registered from now on."""
+    DISPATCH_MODE_FN_REGISTRY[dispatch_mode] = _users_fns(dispatch_fn, collect_fn)
+
+
+def get_predefined_execute_fn(execute_mode: Execute) -> dict[str, str]:
+    """The method of a group that runs a call without dispatch on these ranks."""
+    return {"execute_fn_name": "execute_rank_zero" if execute_mode is Execute.RANK_ZERO else "execute_all"}
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str, *, all_ranks_report: bool = False) -> DispatchFns:
@@ -146,19 +287,54 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str, *, all_ranks_report: b
 
 
 def _shared(group: WorkerGroup, value: Any) -> Any:
-    return group.put(value) if isinstance(value, DataProto) else value
+    put = getattr(group, "put", None)  # any object with a world_size will do for the functions above
+    return put(value) if put is not None and isinstance(value, DataProto) else value
 
 
 def _parts(group: WorkerGroup, value: Any, dp_size: int) -> list[Any]:
     if not isinstance(value, DataProto):
         return [value] * dp_size
-    return [group.put(part) for part in value.chunk(dp_size)]
+    if value.is_padding_enabled():
+        value, _ = pad_dataproto_to_divisor(value, dp_size)
+    return [_shared(group, part) for part in value.chunk(dp_size)]
 
 
-_ALL_TO_ALL = DispatchFns(dispatch_all_to_all, collect_all_to_all)
-DISPATCH_MODE_FN_REGISTRY: dict[Dispatch, DispatchFns] = {
-    Dispatch.ONE_TO_ALL: DispatchFns(dispatch_one_to_all, collect_all_to_all),
+def _spread_parts(group: Any, dp_ranks: list[int], dp_size: int, args: tuple, kwargs: dict[str, Any]) -> Spread:
+    spread = tuple(_parts(group, value, dp_size) for value in args)
+    named = {key: _parts(group, value, dp_size) for key, value in kwargs.items()}
+    return tuple([parts[dp] for dp in dp_ranks] for parts in spread), {
+        key: [parts[dp] for dp in dp_ranks] for key, parts in named.items()
+    }
+
+
+def _joined(outputs: list[Any]) -> Any:
+    return DataProto.concat(outputs) if all(isinstance(part, DataProto) for part in outputs) else outputs
+
+
+def _users_fns(dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]) -> DispatchFns:
+    return DispatchFns(partial(_rank_calls, dispatch_fn), collect_fn)
+
+
+def _rank_calls(dispatch_fn: Callable[..., Spread], group: WorkerGroup, *args: Any, **kwargs: Any) -> list[RankCall]:
+    """The arguments of each rank from lists with one entry per rank."""
+    spread, named = dispatch_fn(group, *args, **kwargs)
+    ranks = range(group.world_size)
+    wrong = [len(values) for values in (*spread, *named.values()) if len(values) != group.world_size]
+    if wrong:
+        raise ValueError(f"the dispatch function gives lists of {wrong} entries for {group.world_size} ranks")
+    return [(tuple(v[rank] for v in spread), {key: v[rank] for key, v in named.items()}) for rank in ranks]
+
+
+_ALL_TO_ALL = _users_fns(dispatch_all_to_all, collect_all_to_all)
+_PARTS = make_nd_compute_dataproto_dispatch_fn(EVERY_RANK)
+DISPATCH_MODE_FN_REGISTRY: dict[Any, DispatchFns] = {
+    Dispatch["RANK_ZERO"]: _users_fns(dispatch_one_to_all, collect_all_to_all),
+    Dispatch.ONE_TO_ALL: _users_fns(dispatch_one_to_all, collect_all_to_all),
     Dispatch.ALL_TO_ALL: _ALL_TO_ALL,
     Dispatch.DP_COMPUTE: _ALL_TO_ALL,
-    Dispatch.DP_COMPUTE_PROTO: make_nd_compute_dataproto_dispatch_fn(EVERY_RANK),
+    Dispatch.DP_COMPUTE_PROTO: _PARTS,
+    Dispatch.DP_COMPUTE_PROTO_WITH_FUNC: _users_fns(
+        dispatch_dp_compute_data_proto_with_func, collect_dp_compute_data_proto
+    ),
+    Dispatch.DP_COMPUTE_METRIC: _users_fns(dispatch_dp_compute_data_proto, collect_dp_compute),
 }

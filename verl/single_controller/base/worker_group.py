@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from verl.protocol import DataProto
+from verl.protocol import DataProto, DataProtoFuture
 from verl.single_controller.base.decorator import EVERY_RANK, Registration, registered_methods
 from verl.single_controller.base.worker import Worker
 
@@ -46,6 +46,54 @@ class Mesh:
             if len(ranks) != 1:
                 found.append(f"dp rank {dp} is collected from ranks {ranks}, expected exactly one")
         return found
+
+
+class ResourcePool:
+    """How many worker processes run on each node.
+
+    Args:
+        process_on_nodes: processes of each node.
+        max_colocate_count: groups that may share the pool's devices.
+        n_gpus_per_node: devices of a node.
+    """
+
+    def __init__(
+        self, process_on_nodes: list[int] | None = None, max_colocate_count: int = 10, n_gpus_per_node: int = 8
+    ) -> None:
+        self.process_on_nodes = list(process_on_nodes or [])
+        self.max_colocate_count, self.n_gpus_per_node = max_colocate_count, n_gpus_per_node
+
+    def add_node(self, process_count: int) -> None:
+        self.process_on_nodes.append(process_count)
+
+    @property
+    def world_size(self) -> int:
+        return sum(self.process_on_nodes)
+
+    def __call__(self) -> Any:
+        return self.process_on_nodes
+
+    @property
+    def store(self) -> list[int]:
+        return self.process_on_nodes
+
+    def local_world_size_list(self) -> list[int]:
+        """For each rank, the processes of its node."""
+        return [count for count in self.process_on_nodes for _ in range(count)]
+
+    def local_rank_list(self) -> list[int]:
+        """For each rank, its number on its node."""
+        return [index for count in self.process_on_nodes for index in range(count)]
+
+
+class ClassWithInitArgs:
+    """A class and the arguments it is built with, elsewhere."""
+
+    def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
+        self.cls, self.args, self.kwargs = cls, args, kwargs
+
+    def __call__(self) -> Any:
+        return self.cls(*self.args, **self.kwargs)
 
 
 class WorkerGroup:
@@ -97,6 +145,9 @@ class WorkerGroup:
     def start(self, method: str, /, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> PendingCall:
         """Starts a call like ``call`` and does not wait for it, so that another group can be called."""
         registration: Registration = self._methods[method]
+        args = tuple(_complete(value) for value in args)
+        kwargs = {name: _complete(value) for name, value in kwargs.items()}
+        num_rows = _rows_before_padding(args, kwargs)
         per_rank = registration.fns.dispatch(self, *args, **kwargs)
         keep = [True] if registration.is_rank_zero else registration.fns.kept(self)
         ranks = [0] if registration.is_rank_zero else list(range(self.world_size))
@@ -110,7 +161,7 @@ class WorkerGroup:
         if registration.is_rank_zero:
             pending.finish = lambda outputs: outputs[0]
         else:
-            pending.finish = partial(registration.fns.collect, self)
+            pending.finish = partial(_collect, registration, self, num_rows)
         return pending
 
     def mesh(self, mesh_name: str) -> Mesh:
@@ -130,6 +181,24 @@ class WorkerGroup:
                 raise ValueError(f"mesh {mesh_name!r} of group {self.name!r}: {'; '.join(problems)}")
             self._meshes[mesh_name] = mesh
         return self._meshes[mesh_name]
+
+
+def _collect(registration: Registration, group: WorkerGroup, num_rows: int | None, outputs: list[Any]) -> Any:
+    output = registration.fns.collect(group, outputs)
+    if num_rows is not None and isinstance(output, DataProto) and len(output) > num_rows:
+        return output.slice(0, num_rows)
+    return output
+
+
+def _complete(argument: Any) -> Any:
+    """The output of a call that is still under way, which another call has as its argument."""
+    return argument.get() if isinstance(argument, PendingCall | DataProtoFuture) else argument
+
+
+def _rows_before_padding(args: tuple, kwargs: dict[str, Any]) -> int | None:
+    """The rows of the first batch with padding enabled, None without one: the output has no more."""
+    batches = (value for value in (*args, *kwargs.values()) if isinstance(value, DataProto))
+    return next((len(batch) for batch in batches if batch.is_padding_enabled()), None)
 
 
 def get_together(*calls: PendingCall) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from textwrap import shorten
 from types import TracebackType
@@ -24,6 +24,14 @@ from verl.single_controller.base.worker_group import (
     WorkerGroup,
     WorkerTimeoutError,
 )
+from verl.single_controller.ray.colocated import (
+    ColocatedWorkers,
+    SpawnedGroup,
+    create_colocated_worker_cls,
+    create_colocated_worker_cls_fused,
+    create_colocated_worker_raw_cls,
+    spawned_groups,
+)
 from verl.single_controller.ray.process import CallFailure, Pickled, ProcessAddress, WorkerProcess
 from verl.single_controller.ray.resources import (
     RayClassWithInitArgs,
@@ -34,7 +42,17 @@ from verl.single_controller.ray.resources import (
     is_one_node,
     rank_environment,
 )
+from verl.utils.device import resolve_device
 from verl.utils.net_utils import LOOPBACK
+
+__all__ = [
+    "RayClassWithInitArgs",
+    "RayResourcePool",
+    "RayWorkerGroup",
+    "create_colocated_worker_cls",
+    "create_colocated_worker_cls_fused",
+    "create_colocated_worker_raw_cls",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +73,12 @@ class RayWorkerGroup(WorkerGroup):
     Args:
         resource_pool: processes per node.
         ray_cls_with_init: the worker class and its arguments.
+        bin_pack: as in upstream; where processes are placed follows from the pool.
+        detached, worker_names, worker_handles: refused; a group starts its processes, and they end with it.
+        ray_wait_register_center_timeout: as in upstream; the limit is ``start_timeout_s``.
         name_prefix: name of the group in messages; default: the class.
-        device_name: ``cpu``, ``npu`` or ``cuda``: which Ray resource each process takes one of.
+        device_name: ``cpu``, ``npu`` or ``cuda``: which Ray resource each process takes one of; default: this
+            machine's, or ``cpu`` when the pool has ``use_gpu=False``.
         num_cpus_per_worker: Ray CPUs each process takes; may be a fraction.
         timeout_s: limit of every call in seconds; None waits as long as all processes live.
         start_timeout_s: limit for the resources, and again for building the workers.
@@ -75,21 +97,37 @@ class RayWorkerGroup(WorkerGroup):
 
     def __init__(
         self,
-        resource_pool: RayResourcePool,
-        ray_cls_with_init: RayClassWithInitArgs,
+        resource_pool: RayResourcePool | None = None,
+        ray_cls_with_init: RayClassWithInitArgs | None = None,
+        bin_pack: bool = True,
         name_prefix: str | None = None,
-        device_name: str = "cpu",
+        detached: bool = False,
+        worker_names: list[str] | None = None,
+        worker_handles: list[Any] | None = None,
+        ray_wait_register_center_timeout: float = 300,
+        *,
+        device_name: str | None = None,
         num_cpus_per_worker: float = 1,
         timeout_s: float | None = None,
         start_timeout_s: float = 600,
         num_later_ranks: int = 0,
         joins: RayWorkerGroup | None = None,
+        **kwargs: Any,
     ) -> None:
+        if resource_pool is None or ray_cls_with_init is None:
+            raise ValueError("a group needs a resource_pool and a ray_cls_with_init")
+        refused = {"detached": detached, "worker_names": worker_names, "worker_handles": worker_handles, **kwargs}
+        if given := sorted(name for name, value in refused.items() if value):
+            raise ValueError(f"{given} cannot be given: a group starts its processes, and they end with it")
         cls = ray_cls_with_init.cls
         super().__init__(name_prefix or cls.__name__, cls, resource_pool.world_size, timeout_s)
         self.resource_pool = resource_pool
+        self.ray_cls_with_init = ray_cls_with_init
+        if device_name is None:
+            device_name = resolve_device("auto") if resource_pool.use_gpu else "cpu"
         self.master_address = self.master_port = ""
         self._actors: list[Any] = []
+        self._slots: list[Slot] = []
         # The groups whose ranks share a world: a collective of one may wait for a rank of another.
         self._world: list[RayWorkerGroup] = [self] if joins is None else joins._world
         if joins is not None:
@@ -97,9 +135,11 @@ class RayWorkerGroup(WorkerGroup):
         self._addresses: list[ProcessAddress | None] = [None] * self.world_size
         self.while_waiting: Callable[[], None] | None = None
         slots = resource_pool.reserve(device_name, num_cpus_per_worker, start_timeout_s)
-        self._slots: list[Slot] = in_world(slots, [] if joins is None else joins._slots, num_later_ranks)
+        self._slots = in_world(slots, [] if joins is None else joins._slots, num_later_ranks)
         try:
-            self._actors = [_new_actor(slot, device_name, num_cpus_per_worker) for slot in self._slots]
+            self._actors = [
+                _new_actor(slot, device_name, num_cpus_per_worker, ray_cls_with_init.options) for slot in self._slots
+            ]
             self._start_workers(ray_cls_with_init, start_timeout_s, joins)
         except BaseException:
             self.shutdown()
@@ -144,7 +184,57 @@ class RayWorkerGroup(WorkerGroup):
             logger.warning(
                 "%d processes of %s were still there %.0f s after the kill", len(alive), self.name, _KILL_TIMEOUT_S
             )
-        self.resource_pool.release()
+        if self._slots:
+            self.resource_pool.release(self._slots[0].placement)
+
+    # Upstream's ways to call without a registration
+
+    @property
+    def workers(self) -> list[Any]:
+        """The actors, in rank order."""
+        return list(self._actors)
+
+    def spawn(self, prefix_set: Iterable[str]) -> dict[str, SpawnedGroup]:
+        """A group per name of a worker of ``create_colocated_worker_cls``."""
+        if not issubclass(self.ray_cls_with_init.cls, ColocatedWorkers) or not self.ray_cls_with_init.args:
+            raise ValueError(f"group {self.name!r} is not of create_colocated_worker_cls, it cannot be spawned")
+        return spawned_groups(self, self.ray_cls_with_init.args[0], prefix_set)
+
+    def spawn_fused(self, prefix_set: Iterable[str]) -> dict[str, SpawnedGroup]:
+        return self.spawn(prefix_set)
+
+    def fuse(self, prefix_set: Iterable[str]) -> None:
+        """Makes each group of ``spawn`` an attribute of this one."""
+        for name, group in self.spawn(prefix_set).items():
+            setattr(self, name, group)
+
+    def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> ray.ObjectRef:
+        """Starts a method, registered or not, on rank 0; for ``ray.get``, which raises what it raises."""
+        return self._actors[0].invoke.remote(method_name, *args, **kwargs)
+
+    def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        return ray.get(self.execute_rank_zero_async(method_name, *args, **kwargs))
+
+    def execute_rank_zero(self, method_name: str, *args: Any, **kwargs: Any) -> ray.ObjectRef:
+        return self.execute_rank_zero_async(method_name, *args, **kwargs)
+
+    def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> list[ray.ObjectRef]:
+        """Starts a method on all ranks; when all arguments are lists with an entry per rank, each rank gets its own."""
+        values = [*args, *kwargs.values()]
+        if values and all(isinstance(value, list) and len(value) == self.world_size for value in values):
+            return [
+                actor.invoke.remote(
+                    method_name, *(v[rank] for v in args), **{key: v[rank] for key, v in kwargs.items()}
+                )
+                for rank, actor in enumerate(self._actors)
+            ]
+        return [actor.invoke.remote(method_name, *args, **kwargs) for actor in self._actors]
+
+    def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        return list(ray.get(self.execute_all_async(method_name, *args, **kwargs)))
+
+    def execute_all(self, method_name: str, *args: Any, **kwargs: Any) -> list[ray.ObjectRef]:
+        return self.execute_all_async(method_name, *args, **kwargs)
 
     def __enter__(self) -> RayWorkerGroup:
         return self
@@ -278,10 +368,17 @@ def _has_failed(ref: ray.ObjectRef) -> bool:
         return True
 
 
-def _new_actor(slot: Slot, device_name: str, num_cpus: float) -> Any:
+def _new_actor(slot: Slot, device_name: str, num_cpus: float, options: dict[str, Any]) -> Any:
     remote_class = ray.remote(max_restarts=0, max_task_retries=0)(WorkerProcess)
-    return remote_class.options(
-        **actor_resources(device_name, num_cpus),
-        runtime_env={"env_vars": rank_environment(slot, device_name)},
-        scheduling_strategy=PlacementGroupSchedulingStrategy(slot.placement, slot.bundle_index),
-    ).remote()
+    resources = actor_resources(device_name, num_cpus)
+    more = {name: value for name, value in options.items() if name not in ("resources", "runtime_env")}
+    environment = dict(options.get("runtime_env", {}))
+    environment["env_vars"] = environment.get("env_vars", {}) | rank_environment(slot, device_name)
+    settings: dict[str, Any] = {
+        **more,
+        **resources,
+        "resources": {**options.get("resources", {}), **resources["resources"]},  # type: ignore[dict-item]
+        "runtime_env": environment,
+    }
+    placement = PlacementGroupSchedulingStrategy(slot.placement, slot.bundle_index)
+    return remote_class.options(**settings, scheduling_strategy=placement).remote()

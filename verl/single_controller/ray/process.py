@@ -70,6 +70,10 @@ class WorkerProcess:
             return _failure(error)
         return output if keep else None
 
+    def invoke(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """The output of any method of the worker; what it raises is Ray's to pass on."""
+        return getattr(self.worker, method)(*args, **kwargs)
+
 
 def _value(argument: Any) -> Any:
     return ray.cloudpickle.loads(argument.content) if isinstance(argument, Pickled) else argument

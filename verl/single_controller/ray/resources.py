@@ -16,7 +16,7 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
-from verl.single_controller.base.worker import Worker
+from verl.single_controller.base.worker_group import ClassWithInitArgs, ResourcePool
 from verl.utils.rank_log import LOG_DIR
 
 _DEVICE_RESOURCES = {"cpu": None, "npu": "NPU", "cuda": "GPU", "gpu": "GPU"}
@@ -27,18 +27,38 @@ class NoRoomError(ValueError):
     """The cluster lacks resources for a group; the text lists what is missing."""
 
 
-class RayResourcePool:
+class RayResourcePool(ResourcePool):
     """How many worker processes run on each node, e.g. ``[8, 8]`` for two nodes of eight devices.
 
-    It reserves one bundle per node with room for all of the node's processes; no two entries share a node.
+    Each group reserves one bundle per node with room for all of the node's processes; no two entries share a node.
+    Groups of one pool are beside each other where there is room (CPUs); workers that share devices are workers of one
+    process (``create_colocated_worker_cls``).
+
+    Args:
+        process_on_nodes: processes per node.
+        use_gpu: each process takes an accelerator, where the cluster has any.
+        name_prefix: a name in messages.
+        max_colocate_count: as in upstream; how many groups there are follows from the room.
+        detached: True is refused: processes end with the driver.
+        accelerator_type: Ray's name of the kind of device that each node must have.
     """
 
-    def __init__(self, process_on_nodes: list[int]) -> None:
+    def __init__(
+        self,
+        process_on_nodes: list[int] | None = None,
+        use_gpu: bool = True,
+        name_prefix: str | None = None,
+        max_colocate_count: int = 10,
+        detached: bool = False,
+        accelerator_type: str | None = None,
+    ) -> None:
         if not process_on_nodes or any(count < 1 for count in process_on_nodes):
             raise ValueError(f"process_on_nodes={process_on_nodes}, expected at least one node with one process")
-        self.process_on_nodes = list(process_on_nodes)
-        self.world_size = sum(process_on_nodes)
-        self._group: PlacementGroup | None = None
+        if detached:
+            raise ValueError("detached=True: worker processes end with their driver; leave it out")
+        super().__init__(process_on_nodes, max_colocate_count)
+        self.use_gpu, self.name_prefix, self.accelerator_type = use_gpu, name_prefix, accelerator_type
+        self._groups: list[PlacementGroup] = []
 
     def reserve(self, device_name: str, num_cpus: float, timeout_s: float) -> list[Slot]:
         """One slot per rank, nodes ordered by address.
@@ -49,34 +69,51 @@ class RayResourcePool:
         """
         bundle = _bundle(device_name, num_cpus)
         bundles = [{name: amount * count for name, amount in bundle.items()} for count in self.process_on_nodes]
+        if self.accelerator_type is not None:
+            for node_bundle in bundles:
+                node_bundle[self.accelerator_type] = 1e-4  # a label that Ray gives each node, not an amount
         # Without SPREAD a large CPU node would take the processes of two nodes.
-        self._group = placement_group(bundles, strategy="STRICT_SPREAD" if len(bundles) > 1 else "PACK")
-        if not self._group.wait(timeout_s):
-            self.release()
+        group = placement_group(bundles, strategy="STRICT_SPREAD" if len(bundles) > 1 else "PACK")
+        if not group.wait(timeout_s):
+            remove_placement_group(group)
             raise NoRoomError(
                 f"no room for process_on_nodes={self.process_on_nodes}, {bundle} per process, after {timeout_s} s; "
                 f"{_missing(bundles)}; Ray has {ray.cluster_resources()} on {_num_nodes()} nodes and of these free "
                 f"{ray.available_resources()}"
             )
-        addresses = _bundle_addresses(self._group)
+        addresses = _bundle_addresses(group)
         nodes = sorted(range(len(bundles)), key=lambda node: (addresses[node], node))
         local = [(node, index) for node in nodes for index in range(self.process_on_nodes[node])]
-        return [
-            Slot(rank, index, len(local), self._group, node, addresses[node])
-            for rank, (node, index) in enumerate(local)
-        ]
+        self._groups.append(group)
+        return [Slot(rank, index, len(local), group, node, addresses[node]) for rank, (node, index) in enumerate(local)]
 
-    def release(self) -> None:
-        if self._group is not None:
-            remove_placement_group(self._group)
-        self._group = None
+    def release(self, group: PlacementGroup | None = None) -> None:
+        """Gives back what one group of workers has reserved; without it, what all of them have."""
+        for reserved in list(self._groups) if group is None else [group]:
+            if reserved in self._groups:
+                self._groups.remove(reserved)
+                remove_placement_group(reserved)
+
+    def get_placement_groups(self) -> list[PlacementGroup]:
+        """What the groups of this pool have reserved, one each."""
+        return list(self._groups)
 
 
-class RayClassWithInitArgs:
-    """A worker class and the arguments every rank builds it with (upstream's name; no actor class needed)."""
+class RayClassWithInitArgs(ClassWithInitArgs):
+    """A worker class and the arguments every rank builds it with; a class under ``ray.remote`` counts as the class."""
 
-    def __init__(self, cls: type[Worker], *args: Any, **kwargs: Any) -> None:
-        self.cls, self.args, self.kwargs = cls, args, kwargs
+    def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
+        metadata = getattr(cls, "__ray_metadata__", None)
+        super().__init__(cls if metadata is None else metadata.modified_class, *args, **kwargs)
+        self.options: dict[str, Any] = {}
+
+    def set_additional_resource(self, additional_resource: dict[str, float]) -> None:
+        """Resources of Ray that each process takes beside its CPUs and its device."""
+        self.options.setdefault("resources", {}).update(additional_resource)
+
+    def update_options(self, options: dict[str, Any]) -> None:
+        """Options of Ray for each process, such as ``runtime_env``; those of its placement are the group's."""
+        self.options.update(options)
 
 
 @dataclass(frozen=True)
