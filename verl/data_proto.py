@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -17,15 +16,16 @@ from torch import Tensor
 from verl.protocol_storage import (
     BatchError,
     as_rows,
-    from_plain,
+    describe,
     list_of_dict_to_dict_of_list,
     pack_tensor,
+    read_content,
     tensors_of,
-    to_plain,
     union_dict,
     union_numpy_dict,
     union_tensor_dict,
     unpack_tensor,
+    write_content,
 )
 from verl.row_refs import RowRefs
 from verl.utils.tensordict_utils import get_tensordict, split_non_tensors
@@ -389,16 +389,7 @@ class DataProto:
 
     def get_data_info(self) -> str:
         """A line per column: its shape, dtype and device, or the type of its objects."""
-        lines = ["batch"] if self.batch is not None else []
-        lines += [
-            f"  {key}: {tuple(tensor.shape)} ({tensor.dtype}) {tensor.device}"
-            for key, tensor in tensors_of(self.batch).items()
-        ]
-        lines += ["non_tensor_batch"] if self.non_tensor_batch else []
-        lines += [f"  {key}: ndarray{array.shape} ({array.dtype})" for key, array in self.non_tensor_batch.items()]
-        lines += ["meta_info"] if self.meta_info else []
-        lines += [f"  {key}: {type(value).__name__}" for key, value in self.meta_info.items()]
-        return "\n".join(lines)
+        return describe(tensors_of(self.batch), self.non_tensor_batch, self.meta_info)
 
     def print_size(self, prefix: str = "") -> None:
         """Prints the bytes of the tensors and of the arrays, in GiB."""
@@ -432,26 +423,11 @@ class DataProto:
         """
         if self.row_refs is not None:
             raise BatchError(f"columns {sorted(self.row_refs.columns)} are on workers; fetch them first")
-        content = {
-            "batch": {key: tensor.clone() for key, tensor in tensors_of(self.batch).items()},
-            "non_tensor_batch": {key: to_plain(array, key) for key, array in self.non_tensor_batch.items()},
-            "meta_info": {key: to_plain(value, key) for key, value in self.meta_info.items()},
-        }
-        temporary = f"{filepath}.tmp{os.getpid()}"
-        with open(temporary, "wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, filepath)
+        write_content(tensors_of(self.batch), self.non_tensor_batch, self.meta_info, filepath)
 
     @staticmethod
     def load_from_disk(filepath: str) -> DataProto:
-        content = torch.load(filepath, map_location="cpu", weights_only=True)
-        return DataProto.from_dict(
-            tensors=content["batch"],
-            non_tensors={key: from_plain(value) for key, value in content["non_tensor_batch"].items()},
-            meta_info={key: from_plain(value) for key, value in content["meta_info"].items()},
-        )
+        return DataProto.from_dict(*read_content(filepath))
 
     def _columns(self) -> list[str]:
         remote = [] if self.row_refs is None else [f"remote {name}" for name in self.row_refs.columns]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -122,3 +123,38 @@ def from_plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: from_plain(element) for name, element in value.items()}
     return value
+
+
+def write_content(
+    tensors: dict[str, Tensor], arrays: dict[str, np.ndarray], settings: dict[str, Any], filepath: str
+) -> None:
+    """Writes a batch atomically, in a form that ``torch.load(weights_only=True)`` reads."""
+    content = {
+        "batch": {key: tensor.clone() for key, tensor in tensors.items()},
+        "non_tensor_batch": {key: to_plain(array, key) for key, array in arrays.items()},
+        "meta_info": {key: to_plain(value, key) for key, value in settings.items()},
+    }
+    temporary = f"{filepath}.tmp{os.getpid()}"
+    with open(temporary, "wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, filepath)
+
+
+def read_content(filepath: str) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
+    """The inverse of ``write_content``: tensors on the CPU, arrays and settings."""
+    content = torch.load(filepath, map_location="cpu", weights_only=True)
+    arrays = {key: from_plain(value) for key, value in content["non_tensor_batch"].items()}
+    return content["batch"], arrays, {key: from_plain(value) for key, value in content["meta_info"].items()}
+
+
+def describe(tensors: dict[str, Tensor], arrays: dict[str, np.ndarray], settings: dict[str, Any]) -> str:
+    """A line per column: its shape, dtype and device, or the type of a setting."""
+    lines = ["batch"] if tensors else []
+    lines += [f"  {key}: {tuple(tensor.shape)} ({tensor.dtype}) {tensor.device}" for key, tensor in tensors.items()]
+    lines += ["non_tensor_batch"] if arrays else []
+    lines += [f"  {key}: ndarray{array.shape} ({array.dtype})" for key, array in arrays.items()]
+    lines += ["meta_info"] if settings else []
+    lines += [f"  {key}: {type(value).__name__}" for key, value in settings.items()]
+    return "\n".join(lines)

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from verl.protocol import BY_RANK, DataProto, pad_dataproto_to_divisor
-from verl.utils.py_functional import DynamicEnum
+from verl.utils.dynamic_enum import DynamicEnum
 
 if TYPE_CHECKING:
     from verl.single_controller.base.worker import Worker
