@@ -202,9 +202,8 @@ def read_metrics(run_dir: Path) -> list[dict[str, float]]:
 
 def without_measurements(metrics: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
     """What must be the same in two runs of one job: everything but times, throughput and memory."""
-    return [
-        {name: value for name, value in step.items() if not name.startswith(("timing_", "perf/"))} for step in metrics
-    ]
+    left_out = ("timing_", "perf/", "memory/")
+    return [{name: value for name, value in step.items() if not name.startswith(left_out)} for step in metrics]
 
 
 def newest_step(run_dir: Path) -> int:

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.timeout(600)
 
 def trained(folder: Path) -> list[dict[str, Any]]:
     """Metrics of the steps but for validation and measurements."""
-    left_out = ("timing_", "perf/", "val")
+    left_out = ("timing_", "perf/", "memory/", "val")
     rows = [{k: v for k, v in row.items() if not k.startswith(left_out)} for row in read_metrics(folder)]
     return [row for row in rows if row["step"]]
 

@@ -37,6 +37,28 @@ def _phases(step: dict[str, float]) -> str:
     return f"{step['timing_s/step']:.2f} s: {parts}"
 
 
+def _memory(run: RunData) -> Table | None:
+    """The most memory of any rank in each phase of the run, GB; None where nothing was measured."""
+    phases = {name.split("/")[1] for step in run.metrics for name in step if name.startswith("memory/")}
+    kinds = ("allocated", "reserved", "host")
+    most = {(phase, kind): _most(run, f"memory/{phase}/{kind}_gb") for phase in phases for kind in kinds}
+    shown = [kind for kind in kinds if any(most[phase, kind] is not None for phase in phases)]
+    if not shown:
+        return None
+    table = Table("GB", *shown, "rank", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for phase in sorted(phases, key=lambda phase: -(most[phase, shown[0]] or (0.0, 0))[0]):
+        cells = [most[phase, kind] for kind in shown]
+        rank = None if cells[0] is None else dict(run.series(f"memory/{phase}/rank")).get(cells[0][1])
+        texts = ["" if cell is None else f"{cell[0]:.2f}" for cell in cells]
+        table.add_row(phase, *texts, "" if rank is None else f"{rank:.0f}")
+    return table
+
+
+def _most(run: RunData, name: str) -> tuple[float, int] | None:
+    """The largest value of a metric and its step."""
+    return max(((value, step) for step, value in run.series(name)), default=None)
+
+
 def closing_summary(run: RunData) -> RenderableType:
     """A panel with the scores and the files that exist."""
     facts = Table.grid(padding=(0, 2))
@@ -59,6 +81,8 @@ def closing_summary(run: RunData) -> RenderableType:
     for change in run.changes:
         keys = ", ".join(entry["key"] for entry in change["changes"])
         facts.add_row("resumed with another", Text(f"{keys}, from step {change['step']} on"))
+    if memory := _memory(run):
+        facts.add_row("memory of a phase", memory)
     files = Table.grid(padding=(0, 2))
     for name, meaning in FILES:
         if (run.run_dir / name).exists():

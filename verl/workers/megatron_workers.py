@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 
 from torch import Tensor
 
@@ -34,6 +33,7 @@ from verl.utils.timeline import now_s
 from verl.workers.actor import MegatronPPOActor
 from verl.workers.config import McoreEngineConfig
 from verl.workers.engine_setup import ddp_config, model_fields, optimizer_config, trained_model
+from verl.workers.phase_memory import PhaseMemory, resident_bytes
 from verl.workers.phases import make_watchdog, training_phase, worker_phase
 from verl.workers.rollout import BaseRollout, get_rollout_class
 from verl.workers.row_store import RowStore, controller_batch
@@ -83,6 +83,7 @@ class ActorRolloutRefWorker(Worker, DistProfilerExtension):
         """Joins the process group, builds and loads every model; returns both op tables: engine -> entry -> kind."""
         ops = resolve(self.train_ops_provider, self.config.actor.megatron.op_choices)
         self.device = init_device(self.device_type)
+        self.memory = PhaseMemory(device_module(self.device_type))
         self.hf_config = load_hf_config(self.config.model.path)
         self.groups = self._init_groups()
         self.watchdog = make_watchdog(self.run_config, self.groups)
@@ -375,17 +376,12 @@ class ActorRolloutRefWorker(Worker, DistProfilerExtension):
         self.optimizer.onload()
 
     def _memory_metrics(self) -> dict[str, float]:
-        metrics = {"perf/cpu_memory_used_gb": _resident_bytes() / 2**30}
+        metrics = {"perf/cpu_memory_used_gb": resident_bytes() / 2**30} | self.memory.take_metrics()
         allocator = load_provider(_HOST_ALLOCATOR_STATS)()
         for name, num_bytes in (allocator or {}).items():
             metrics[f"perf/jemalloc_{name}_gb"] = num_bytes / 2**30
-        accelerator = device_module(self.device_type)
-        if accelerator is not None:
-            metrics["perf/max_memory_allocated_gb"] = accelerator.max_memory_allocated() / 2**30
-            metrics["perf/max_memory_reserved_gb"] = accelerator.max_memory_reserved() / 2**30
+        if self.device_type != "cpu":
+            most = self.memory.most_bytes()
+            metrics["perf/max_memory_allocated_gb"] = most["allocated"] / 2**30
+            metrics["perf/max_memory_reserved_gb"] = most["reserved"] / 2**30
         return metrics
-
-
-def _resident_bytes() -> int:
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -44,13 +44,14 @@ def make_watchdog(config: PPOTrainerConfig, groups: ProcessGroups | None) -> Han
 
 
 def worker_phase(method: Method) -> Method:
-    """Makes a worker's method a phase of its ``watchdog``, if it has one, and a span of its ``timeline``."""
+    """Makes a worker's method a phase of its ``watchdog`` and ``memory``, if any, and a span of its ``timeline``."""
 
     @functools.wraps(method)
     def in_phase(self: Any, *args: Any, **kwargs: Any) -> Any:
         name = method.__name__.lstrip("_")
         phase = nullcontext() if self.watchdog is None else self.watchdog.phase(name)
-        with phase, self.timeline.span(name):
+        memory = getattr(self, "memory", None)  # from init_model on, on ranks that train
+        with phase, nullcontext() if memory is None else memory.phase(name), self.timeline.span(name):
             return method(self, *args, **kwargs)
 
     return in_phase  # type: ignore[return-value]

@@ -113,7 +113,7 @@ def count_samples_above(num_tokens_B: Tensor, limits: Sequence[TokenLimit], cp_s
 
 
 def compute_rank_metrics(by_rank: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
-    """The maximum over ranks of every figure, and the rank that uses the most memory of its device.
+    """The maximum over ranks of every figure, and the rank that uses the most memory, in each phase too.
 
     Args:
         by_rank: rank -> metric -> value, as the ranks report them with their results.
@@ -122,8 +122,15 @@ def compute_rank_metrics(by_rank: Mapping[int, Mapping[str, float]]) -> dict[str
     metrics = {name: max(f[name] for f in by_rank.values() if name in f) for name in names}
     peak = "perf/max_memory_allocated_gb"
     if peak in metrics:
-        metrics["perf/max_memory_allocated_rank"] = float(max(by_rank, key=lambda rank: by_rank[rank].get(peak, 0.0)))
+        metrics["perf/max_memory_allocated_rank"] = _rank_of_most(by_rank, peak)
+    for phase in {name.rpartition("/")[0] for name in names if name.startswith("memory/")}:
+        on_device, on_host = f"{phase}/allocated_gb", f"{phase}/host_gb"
+        metrics[f"{phase}/rank"] = _rank_of_most(by_rank, on_device if on_device in names else on_host)
     return metrics
+
+
+def _rank_of_most(by_rank: Mapping[int, Mapping[str, float]], name: str) -> float:
+    return float(max(by_rank, key=lambda rank: by_rank[rank].get(name, 0.0)))
 
 
 def add_generation_times(seconds: Mapping[int, float], timing: dict[str, float]) -> dict[str, float]:
