@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -183,3 +185,12 @@ def test_a_users_workers_alone_and_several_in_a_process(local_ray: None) -> None
         both.fuse({"adder"})
         assert both.adder.first(3) == 3
     assert create_colocated_worker_cls_fused(init).args[0].keys() == init.keys()
+
+
+def test_the_workers_of_the_page_run(local_ray: None) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "plugins.md").read_text(encoding="utf-8")
+    [code] = re.findall(r"```python\n(# judge\.py\n.*?)```", page, flags=re.DOTALL)
+    script: dict[str, Any] = {"__name__": "__main__"}  # a script's classes are pickled by value
+    exec(code, script)
+    batch = DataProto.from_dict({"lengths": torch.tensor([3, 5, 7])}, auto_padding=True)
+    assert script["main"](batch).batch["score"].tolist() == [3.0, 5.0, 7.0]
