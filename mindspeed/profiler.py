@@ -14,12 +14,7 @@ import torch_npu
 
 logger = logging.getLogger(__name__)
 
-_LEVELS = {
-    "level_none": torch_npu.profiler.ProfilerLevel.Level_none,
-    "level0": torch_npu.profiler.ProfilerLevel.Level0,
-    "level1": torch_npu.profiler.ProfilerLevel.Level1,
-    "level2": torch_npu.profiler.ProfilerLevel.Level2,
-}
+_LEVELS = {"level_none": "Level_none", "level0": "Level0", "level1": "Level1", "level2": "Level2"}
 
 
 class NpuRecording:
@@ -33,17 +28,17 @@ class NpuRecording:
     """
 
     def __init__(self, directory: str, name: str, *, level: str, contents: tuple[str, ...], analysis: bool) -> None:
-        profiler = torch_npu.profiler
-        kinds = {"cpu": profiler.ProfilerActivity.CPU, "npu": profiler.ProfilerActivity.NPU}
+        kinds = {kind: getattr(torch_npu.profiler.ProfilerActivity, kind.upper()) for kind in ("cpu", "npu")}
+        chosen_level = getattr(torch_npu.profiler.ProfilerLevel, _LEVELS[level])
         self._directory, self._analysis = directory, analysis
-        self._recording = profiler.profile(
+        self._recording = torch_npu.profiler.profile(
             activities=[kinds[kind] for kind in ("cpu", "npu") if kind in contents] or list(kinds.values()),
             record_shapes="shapes" in contents,
             profile_memory="memory" in contents,
             with_stack="stack" in contents,
             with_modules="module" in contents,
-            on_trace_ready=profiler.tensorboard_trace_handler(directory, name, analyse_flag=False),
-            experimental_config=profiler._ExperimentalConfig(profiler_level=_LEVELS[level]),
+            on_trace_ready=torch_npu.profiler.tensorboard_trace_handler(directory, name, analyse_flag=False),
+            experimental_config=torch_npu.profiler._ExperimentalConfig(profiler_level=chosen_level),
         )
 
     def start(self) -> None:

@@ -35,6 +35,7 @@ def run_python(code: str, timeout_s: float = 60, **environment: str) -> subproce
 
 
 def _run(code: str, environment: dict[str, str], out: str, err: str) -> None:
+    sys.stdout.flush()  # what the forking server's imports printed is not this process's output
     for stream, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), stream)
     os.environ.update(environment)

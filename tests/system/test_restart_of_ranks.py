@@ -23,7 +23,7 @@ from verl.single_controller.base import Worker
 from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.recovery import fit_with_restarts
-from verl.trainer.ppo.reward import make_reward_fn
+from verl.trainer.ppo.reward_process import make_reward_fn
 from verl.utils.net_utils import free_ports
 from verl.utils.timeline import Timeline
 from verl.utils.tokenizer import hf_tokenizer

@@ -23,7 +23,7 @@ from tests.system.jobs import Prepared
 from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.recovery import fit_with_restarts
-from verl.trainer.ppo.reward import make_reward_fn
+from verl.trainer.ppo.reward_process import make_reward_fn
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.megatron_workers import ActorRolloutRefWorker
 

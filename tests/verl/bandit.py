@@ -31,7 +31,7 @@ from verl.single_controller.base.decorator import Dispatch, make_nd_compute_data
 from verl.trainer.config import PPOTrainerConfig, load_config
 from verl.trainer.ppo.observers import StepObserver
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-from verl.trainer.ppo.reward import make_reward_fn
+from verl.trainer.ppo.reward_process import make_reward_fn
 from verl.trainer.ppo.stop_request import StopRequest
 from verl.utils.tokenizer import hf_tokenizer
 

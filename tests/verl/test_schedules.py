@@ -20,7 +20,7 @@ from verl.trainer.config import PPOTrainerConfig, validate_config
 from verl.trainer.main_ppo import worker_classes
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.recovery import fit_with_restarts
-from verl.trainer.ppo.reward import make_reward_fn
+from verl.trainer.ppo.reward_process import make_reward_fn
 from verl.utils.tokenizer import hf_tokenizer
 
 PROMPTS, SAMPLES = 4, 2

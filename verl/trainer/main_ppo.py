@@ -63,7 +63,7 @@ def run_ppo(config: PPOTrainerConfig) -> int:
 
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
     from verl.trainer.ppo.recovery import TrainingStoppedError, fit_with_restarts
-    from verl.trainer.ppo.reward import make_reward_fn
+    from verl.trainer.ppo.reward_process import make_reward_fn
     from verl.trainer.ppo.stop_request import StopRequest, TrainingInterruptedError
     from verl.utils.import_utils import import_external_libs
     from verl.utils.tokenizer import hf_tokenizer

@@ -14,7 +14,7 @@ __all__ = ["as_torch_index", "group_mean_std"]
 def as_torch_index(index: Any, device: torch.device | str | None = None) -> Tensor:
     """int64 [B]: the group of every row, 0, 1, ... in the order of first appearance.
 
-    ``index`` holds anything that can be told apart: numbers (floats near an integer count as it), strings, objects.
+    ``index`` holds anything that can be compared: numbers (floats near an integer count as it), strings, objects.
     The result is on ``device``, or where ``index`` is.
     """
     if isinstance(index, Tensor):

@@ -73,6 +73,7 @@ class ActorRolloutRefWorker(Worker, DistProfilerExtension):
             self.device_type,
             config.trainer.report_dir,
         )
+        self.memory = PhaseMemory(None)  # of the host alone, until there is a device
         self.train_ops_provider, self.rollout_ops_provider = ops_providers(config.trainer, self.device_type)
         self.group_backend = group_backend(self.device_type)
         self.total_training_steps = config.trainer.total_training_steps or 0

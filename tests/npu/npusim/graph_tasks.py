@@ -27,7 +27,7 @@ _numbers = itertools.count(1)
 
 
 def connect(runtime: ctypes.CDLL) -> None:
-    """Names the loaded fake libascendcl.so; graphs that outlive the interpreter are told when it ends."""
+    """Names the loaded fake libascendcl.so; graphs that outlive the interpreter hear when it ends."""
     global _runtime
     _runtime = runtime
     runtime.npusim_record.argtypes = [_CTask]

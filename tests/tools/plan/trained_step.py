@@ -13,7 +13,7 @@ from verl.single_controller.base import WorkerGroup
 from verl.single_controller.base.worker_group import PendingCall
 from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-from verl.trainer.ppo.reward import make_reward_fn
+from verl.trainer.ppo.reward_process import make_reward_fn
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.megatron_workers import ActorRolloutRefWorker
 

@@ -24,7 +24,7 @@ _MAX_THREADS = 16
 
 
 def ray_noset_visible_devices(env_vars: Mapping[str, str] = os.environ) -> bool:
-    """Whether Ray is told to leave the variables of visible devices alone."""
+    """Whether Ray is set to leave the variables of visible devices alone."""
     return any(env_vars.get(name) for name in _NOSET)
 
 

@@ -61,7 +61,7 @@ def schedule_problems(config: PPOTrainerConfig) -> list[str]:
 
 
 def _filter_problems(config: PPOTrainerConfig) -> list[str]:
-    """Of dynamic sampling where rollout ranks start prompts one by one."""
+    """Problems of dynamic sampling where rollout ranks start prompts one by one."""
     filters, surplus = config.algorithm.filter_groups, config.gen_batch_size - config.data.train_batch_size
     needs = f"trainer.schedule={config.trainer.schedule}"
     if filters.stop_early and config.async_config.partial_rollout:

@@ -1,4 +1,4 @@
-"""Keys that repeat what the model's config.json says, as Megatron and MindSpeed need them told: compared, never used.
+"""Keys that repeat what the model's config.json says, as Megatron and MindSpeed need them: compared, never used.
 
 Names: MindSpeed's ``rope_scaling_*``, Megatron's ``yarn_*`` and ``rotary_scaling_factor``, and the bare names of
 Megatron's ``MLATransformerConfig``.

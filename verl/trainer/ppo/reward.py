@@ -12,36 +12,18 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from verl.protocol import DataProto
-from verl.trainer.config import PPOTrainerConfig
 from verl.utils.import_utils import load_extern_type
 from verl.utils.reward_score import default_compute_score
 from verl.utils.reward_score.functions import RewardFunctionSpec, function_of
 from verl.workers.config import CustomRewardFunctionConfig
 from verl.workers.reward_manager import (
     AbstractRewardManager,
-    PooledRewardManager,
     get_reward_manager_cls,
 )
 from verl.workers.reward_manager.abstract import RawRewardFn
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from verl.trainer.ppo.reward_process import RegisteredRewardManager
-
-
-def make_reward_fn(
-    config: PPOTrainerConfig, tokenizer: PreTrainedTokenizerBase
-) -> PooledRewardManager | RegisteredRewardManager:
-    """The scorer of a run, with ``start(batch, is_validation=)`` and ``close()``; Ray must be there.
-
-    A user's manager has a process of its own, so that it can neither hang nor crash the driver.
-    """
-    if config.reward_model.is_pooled:
-        return PooledRewardManager(tokenizer, config.reward_model, config.custom_reward_function)
-    from verl.trainer.ppo.reward_process import RegisteredRewardManager
-
-    return RegisteredRewardManager(tokenizer, config)
+    pass
 
 
 def get_custom_reward_fn(config: Any) -> RawRewardFn | None:

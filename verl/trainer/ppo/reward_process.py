@@ -24,11 +24,23 @@ from verl.utils.import_utils import import_external_libs
 from verl.utils.reward_score.functions import RewardFunctionSpec
 from verl.utils.reward_score.scoring_pool import ScoringJob, ScoringResult
 from verl.utils.tokenizer import hf_tokenizer
-from verl.workers.reward_manager import GradedSample, Scores, get_reward_manager_cls
+from verl.workers.reward_manager import GradedSample, PooledRewardManager, Scores, get_reward_manager_cls
 from verl.workers.reward_manager.pooled import graded_parts, grading_jobs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+def make_reward_fn(
+    config: PPOTrainerConfig, tokenizer: PreTrainedTokenizerBase
+) -> PooledRewardManager | RegisteredRewardManager:
+    """The scorer of a run, with ``start(batch, is_validation=)`` and ``close()``; Ray must be there.
+
+    A user's manager has a process of its own, so that it can neither hang nor crash the driver.
+    """
+    if config.reward_model.is_pooled:
+        return PooledRewardManager(tokenizer, config.reward_model, config.custom_reward_function)
+    return RegisteredRewardManager(tokenizer, config)
 
 
 class RegisteredRewardManager:

@@ -78,8 +78,8 @@ def record_changes(report_dir: str, step: int, was: Mapping[str, Any], now: Mapp
         if was.get(key) != now.get(key) and (key in was or key.startswith(_OPEN))
     ]
     if changes and was:
-        told = "; ".join(f"{change['key']} was {change['was']}, is {change['now']}" for change in changes)
-        logger.warning("from step %d on this run learns from something else: %s", step + 1, told)
+        listed = "; ".join(f"{change['key']} was {change['was']}, is {change['now']}" for change in changes)
+        logger.warning("from step %d on this run learns from something else: %s", step + 1, listed)
         kept.append(json.dumps({"step": step + 1, "changes": changes}))
     if kept != lines:
         path.parent.mkdir(parents=True, exist_ok=True)
