@@ -18,7 +18,7 @@ from verl.utils.reward_score import scoring_pool
 from verl.utils.reward_score.functions import RewardFunctionSpec
 from verl.utils.reward_score.scoring_pool import ScoringJob, ScoringPool
 from verl.workers.config import CustomRewardFunctionConfig, RewardModelConfig
-from verl.workers.reward_manager import get_reward_manager_cls
+from verl.workers.reward_manager import PooledRewardManager, get_reward_manager_cls
 
 FUNCTION = str(Path(__file__).with_name("rewards_for_tests.py"))
 TIMEOUT_S = 1.0
@@ -134,7 +134,7 @@ class _Words:
 
 @pytest.mark.timeout(60)
 def test_manager_puts_the_score_on_the_last_response_token() -> None:
-    manager = get_reward_manager_cls("naive")(
+    manager = PooledRewardManager(
         _Words(),
         RewardModelConfig(num_workers=1, timeout_s=5.0),
         CustomRewardFunctionConfig(path=FUNCTION, reward_kwargs={"bonus": 0.5}),
@@ -166,7 +166,7 @@ def test_extra_info_reaches_the_function_whole(tmp_path: Path) -> None:
         "index": np.int64(3), "tags": ["a", "b"], "limits": {"s": 2.5, "sizes": np.array([1, 2])}, "none": None,
         "day": datetime.date(2025, 1, 31),
     }  # fmt: skip
-    manager = get_reward_manager_cls("naive")(
+    manager = PooledRewardManager(
         _Words(), RewardModelConfig(num_workers=1, timeout_s=5.0), CustomRewardFunctionConfig(path=str(function))
     )
     columns: dict[str, list] = {

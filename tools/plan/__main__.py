@@ -9,9 +9,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
+from rich.status import Status
 
-from tools.plan.devices import known_devices, load_device
-from tools.plan.setup import BALANCED, expert_load, known_configs, known_models, planned_run
+from tools.plan.devices import DeviceProfile, known_devices, load_device
+from tools.plan.setup import (
+    BALANCED,
+    TINY,
+    TINY_DEVICE,
+    PlannedRun,
+    expert_load,
+    known_configs,
+    known_models,
+    planned_run,
+)
 from tools.plan.timing import RunShape, load_constants, predict, sensitivity
 from tools.plan.timing.run_shape import default_lengths
 from verl.trainer.config import validate_config
@@ -33,9 +43,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _plan(options: argparse.Namespace, console: Console) -> int:
-    device = load_device(options.device)
+    device = load_device(options.device or (TINY_DEVICE if options.config.endswith(TINY) else "a3"))
     run = planned_run(options.config, options.overrides, device, nodes=options.nodes, model=options.model)
     # What has been read can be planned: now comes what imports torch and the workers, which takes seconds.
+    # On a terminal something moves from the first second on; a pipe gets the plan alone.
+    progress = Console(stderr=True).status(f"planning {options.config}")
+    progress.start()
+    try:
+        return _planned(options, run, device, console, progress)
+    finally:
+        progress.stop()
+
+
+def _planned(
+    options: argparse.Namespace, run: PlannedRun, device: DeviceProfile, console: Console, progress: Status
+) -> int:
     from tools.plan.console import print_brief, print_plain, print_plan, print_table
     from tools.plan.page import write_page
     from tools.plan.report import write_json
@@ -59,10 +81,12 @@ def _plan(options: argparse.Namespace, console: Console) -> int:
     constants = load_constants()
     shape = RunShape.of(run.config, run.hf, lengths, run.name)
     if options.changes:
+        progress.stop()
         return FITS if explain(run, options.changes, shape, size, constants, console) else DOES_NOT_FIT
     problems = validate_config(run.config)
     plan = WholePlan(run, size, (), 0, tuple(problems)) if problems else plan_run(run, size)
     step = predict(shape, device, constants)
+    progress.stop()
     if options.search:
         return FITS if search(plan, shape, constants, options.search, console) else DOES_NOT_FIT
     (print_brief if options.brief else print_plan)(plan, step, console)
@@ -80,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("config", help=f"a recipe's config: {', '.join(known_configs())}; or a YAML file's path")
     add("overrides", nargs="*", metavar="key=value", help="changes of the config, with verl's names")
-    add("--device", default="a3", help=f"{', '.join(known_devices())}, or a profile's path; default a3")
+    add("--device", help=f"{', '.join(known_devices())}, or a profile's path; default a3, for a tiny config cpu")
     add("--nodes", type=int, help="nodes instead of the config's; with the device's own node size")
     add("--model", help=f"{', '.join(known_models())}, or a folder with a config.json")
     add("--prompt-length", type=int, help="tokens of every prompt (default: the longest allowed)")

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from hf_formats.config import HFModelConfig, load_hf_config
+from recipes.common.base_model import TINY_MODEL
 from recipes.common.recipe import RECIPES
 from tools.plan.devices import DeviceProfile
 from verl.trainer.config import PPOTrainerConfig, load_config
 
 MODELS = Path(__file__).with_name("models")
+TINY, TINY_DEVICE = "_tiny", "cpu"  # the end of the tiny configs' names, and where they run
 MODEL_OF_CONFIG = {"671b": "deepseek_v3", "moonlight": "moonlight_16b"}  # part of a config's name -> model
 BALANCED, WORST = "balanced", "worst"
 EXPERT_LOAD = "actor/expert_load_max"
@@ -59,7 +61,7 @@ def planned_run(
     Args:
         nodes: number of nodes instead of the config's, each with the device's devices_per_node.
         model: a name of ``known_models()`` or a folder with a config.json; by default ``model.path``, or the known
-            model whose name the config's has.
+            model whose name the config's has, or the recipes' tiny one.
 
     Raises:
         ValueError: there is no such config or model, or the config has problems; all of them are named.
@@ -120,6 +122,8 @@ def _model_folder(config: PPOTrainerConfig, name: str, model: str | None) -> Pat
         return here
     if model is not None and (Path(model) / "config.json").is_file():
         return Path(model)
+    if model is None and name.endswith(TINY):
+        return TINY_MODEL
     wanted = model or next((known for mark, known in MODEL_OF_CONFIG.items() if mark in name), "")
     if wanted not in known_models():
         raise ValueError(

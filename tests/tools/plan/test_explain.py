@@ -93,6 +93,12 @@ def test_the_page_parses_and_runs_nothing(tmp_path: Path) -> None:
         assert f"most {phase['peak_bytes'] / GIB:.2f} GiB" in title
 
 
+def test_the_default_run_is_planned_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a model or a device: the recipes' tiny model on CPUs."""
+    assert main(["r1_zero_tiny", "--brief"]) == FITS
+    assert capsys.readouterr().out.startswith("plan: fits on 2 x CPU core;")
+
+
 def test_nothing_to_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["r1_zero_tiny", "--device", "abacus"]) == BAD_INPUT
     assert "known devices" in capsys.readouterr().out
