@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import ipaddress
 import logging
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,20 +17,24 @@ import pytest
 import vllm
 from recipes.common.tokenizer import write_tokenizer
 from tests.pages import ROOT
-from tests.vllm.tiny import write_checkpoint
+from tests.vllm.tiny import hf_logits, hf_model, write_checkpoint
 from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.client_args import CLIENT_ARGS, take_client_args
 from vllm.entrypoints.chat_utils import resolve_hf_chat_template
+from vllm.transformers_utils.tokenizer import get_tokenizer
+from vllm.utils.network_utils import get_ip, get_open_port
 
 IMPORTED = {  # by lm-evaluation-harness and TRL
     "vllm": ("LLM", "SamplingParams", "TokensPrompt", "TextPrompt", "RequestOutput", "EngineArgs"),
+    "vllm.distributed.weight_transfer.nccl_engine": ("NCCLTrainerSendWeightsArgs", "NCCLWeightTransferEngine"),
     "vllm.engine.arg_utils": ("EngineArgs",),
     "vllm.entrypoints.chat_utils": ("resolve_hf_chat_template",),
     "vllm.lora.request": ("LoRARequest",),
     "vllm.outputs": ("RequestOutput", "CompletionOutput"),
     "vllm.sampling_params": ("GuidedDecodingParams", "StructuredOutputsParams"),
     "vllm.transformers_utils.tokenizer": ("get_tokenizer",),
+    "vllm.utils.network_utils": ("get_ip", "get_open_port"),
 }
 CHAT = [{"role": "user", "content": "What is 1 + 2?"}]
 
@@ -60,6 +66,8 @@ def test_clients_can_ask_for_the_version(monkeypatch: pytest.MonkeyPatch) -> Non
         ("vllm.lora.request", "LoRARequest", {"lora_name": "a", "lora_int_id": 1, "lora_path": "/a"}),
         ("vllm.sampling_params", "StructuredOutputsParams", {"regex": "a*"}),
         ("vllm.sampling_params", "GuidedDecodingParams", {"json": "{}"}),
+        ("vllm.distributed.weight_transfer.nccl_engine", "NCCLTrainerSendWeightsArgs", {"packed": True}),
+        ("vllm.distributed.weight_transfer.nccl_engine", "NCCLWeightTransferEngine", {}),
     ],
 )
 def test_features_that_are_not_there_are_named_when_they_are_used(
@@ -111,6 +119,14 @@ def test_a_conversation_is_the_prompt_that_the_template_makes(llm: LLM) -> None:
     assert resolve_hf_chat_template(tokenizer, None, tools=None, model_config=None) == tokenizer.chat_template
 
 
+def test_a_tokenizer_takes_transformers_options(llm: LLM) -> None:
+    path = llm.config.model.tokenizer
+    tokenizer = get_tokenizer(path, tokenizer_mode="auto", trust_remote_code=True, revision=None, padding_side="left")
+    assert tokenizer.padding_side == "left" != llm.get_tokenizer().padding_side
+    with pytest.raises(ValueError, match="revision='main'"):
+        get_tokenizer(path, revision="main")
+
+
 def test_a_bar_counts_finished_prompts(llm: LLM) -> None:
     bars: list[Bar] = []
 
@@ -132,3 +148,34 @@ def test_a_bar_counts_finished_prompts(llm: LLM) -> None:
     assert [(bar.total, bar.count, bar.is_closed) for bar in bars] == [(3, 3, True)] and len(seen) == 3
     with pytest.raises(ValueError, match="LoRA adapters are not supported"):
         llm.generate(["What"], lora_request=object())  # type: ignore[arg-type]
+
+
+def test_a_trainer_loads_its_models_parameters_one_by_one(tmp_path: Path) -> None:
+    """The path that TRL takes; transformers' model holds the experts of a layer in one tensor, and biases elsewhere."""
+    first, other = (write_checkpoint(tmp_path / str(seed), seed=seed) for seed in (0, 1))
+    engine = LLM(first, skip_tokenizer_init=True, max_model_len=64, num_gpu_blocks_override=40)
+    model, prompt = hf_model(other), list(range(2, 22))
+    loaded: set[str] = set()
+    in_engine = engine.llm_engine.model_executor.driver_worker.model_runner.model
+    for name, weight in model.named_parameters():
+        loaded |= in_engine.load_weights([(name, weight.data)])
+    biases = {name: value for name, value in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    assert "model.layers.1.mlp.experts.7.down_proj.weight" in loaded and not loaded & biases.keys()
+    engine.load_weights(biases.items())
+    engine.reset_prefix_cache()
+    [output] = engine.generate([{"prompt_token_ids": prompt}], SamplingParams(temperature=0, max_tokens=8, logprobs=0))
+    tokens = output.outputs[0].token_ids
+    [logits] = hf_logits(model, [prompt + tokens])
+    expected = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+    assert expected.argmax(-1).tolist() == tokens
+    for values, row, token in zip(output.outputs[0].logprobs or [], expected, tokens, strict=True):
+        assert abs(values[token].logprob - float(row[token])) < 2e-5
+    engine.shutdown()
+
+
+def test_addresses_that_clients_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ipaddress.ip_address(get_ip())
+    monkeypatch.setenv("VLLM_HOST_IP", "10.1.2.3")
+    assert get_ip() == "10.1.2.3"
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", get_open_port()))

@@ -169,6 +169,10 @@ class LLM:
             prompts.append(TokensPrompt(prompt_token_ids=tokenizer.encode(text, add_special_tokens=False)))
         return self.generate(prompts, sampling_params, use_tqdm)
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes, as loading weights does too; RuntimeError while requests run."""
+        self.core.idle_worker("reset_prefix_cache")
+
     def sleep(self, level: int = 1, tags: Sequence[str] | None = None) -> None:
         """Free "weights" and "kv_cache", or those of them in `tags`. Level 1 keeps the weights on the host.
 

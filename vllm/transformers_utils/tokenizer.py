@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -13,12 +13,21 @@ FILE_NAME = "tokenizer.json"
 _LARGEST_BLANK_END = 64  # bytes
 
 
-def get_tokenizer(tokenizer_name: str, **options: object) -> PreTrainedTokenizerBase:
-    """The tokenizer in a directory; ValueError when it cannot be read.
+def get_tokenizer(
+    tokenizer_name: str,
+    *,
+    tokenizer_mode: str = "auto",
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    **options: Any,
+) -> PreTrainedTokenizerBase:
+    """The tokenizer in a directory, loaded with transformers' `options`; ValueError when it cannot be read.
 
-    Of vLLM's `options`, which name modes, revisions and remote code, none changes anything.
+    Modes and remote code change nothing, as for `LLM`; a revision is refused.
     """
-    return LazyTokenizer(tokenizer_name).load()
+    if revision is not None:
+        raise ValueError(f"revision={revision!r}: tokenizers are directories, download that revision into one")
+    return LazyTokenizer(tokenizer_name, **options).load()
 
 
 class LazyTokenizer:
@@ -28,8 +37,8 @@ class LazyTokenizer:
     ValueError, from the constructor, for a `tokenizer.json` that is cut short; where there is none, it loads at once.
     """
 
-    def __init__(self, path: str) -> None:
-        self._path = path
+    def __init__(self, path: str, **options: Any) -> None:
+        self._path, self._options = path, options
         file = Path(path) / FILE_NAME
         if not file.is_file():
             self.load()
@@ -45,7 +54,7 @@ class LazyTokenizer:
         from transformers import AutoTokenizer  # see the class
 
         try:
-            return AutoTokenizer.from_pretrained(self._path)
+            return AutoTokenizer.from_pretrained(self._path, **self._options)
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"tokenizer={self._path} cannot be loaded: {error}; give its directory, or skip_tokenizer_init=True "

@@ -16,6 +16,7 @@ from vllm.model_executor.layers.fused_moe import DeepseekMLP, FusedMoE, write_ch
 from vllm.model_executor.layers.linear import Norm, ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.layers.mla import MultiHeadLatentAttention
 from vllm.model_executor.layers.rotary_embedding import RotaryTable
+from vllm.model_executor.model_loader.fused_experts import split_experts
 from vllm.model_executor.model_loader.weight_view import Weight, WeightView, load_weights
 from vllm.ops.contract import KVCache, RolloutOps
 from vllm.ops.weights import WeightCopies
@@ -130,7 +131,11 @@ class CausalLM(nn.Module, ABC):
         return self.lm_head(self.ops.rms_norm(x_BH, self.norm.weight, self.hf.rms_norm_eps))
 
     def load_weights(self, weights: Iterable[tuple[str, Weight]]) -> set[str]:
-        """Take (hf_name, full tensor) pairs, any part of the model in any order; returns the names taken."""
+        """Take (hf_name, full tensor) pairs, any part of the model in any order; returns the names taken.
+
+        The experts of a layer may come in one tensor, see `split_experts`.
+        """
+        weights = split_experts(weights)
         if self.hf.tie_word_embeddings:
             weights = ((name, tensor) for name, tensor in weights if name != HEAD)
         loaded = load_weights(self.weight_views, self.hf.num_hidden_layers, weights)

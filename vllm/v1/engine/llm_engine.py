@@ -11,6 +11,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.transformers_utils.tokenizer import LazyTokenizer
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.executor import ModelExecutor, model_executor
 from vllm.v1.engine.output_processor import OutputStream, PromptGroup
 from vllm.v1.engine.processor import Processor
 from vllm.v1.engine.rebalancer import Rebalancer
@@ -45,6 +46,11 @@ class LLMEngine:
     def model_config(self) -> ModelConfig:
         """Under vLLM's name: clients read ``max_model_len`` from it."""
         return self.config.model
+
+    @property
+    def model_executor(self) -> ModelExecutor:
+        """Under vLLM's name: clients load weights through it."""
+        return model_executor(self.core)
 
     def add_request(self, request_id: str, prompt: PromptType, params: SamplingParams, *, priority: int = 0) -> None:
         """Queue the n samples of a prompt; waiting requests with a lower `priority` run first.
