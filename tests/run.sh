@@ -41,7 +41,7 @@ esac
 workers=3
 case "$which" in
     quick) selected=(-m "not slow and not processes") workers=2 ;;
-    all) selected=(-m "") ;;
+    all) selected=(-m "" -rs) ;;
     default) selected=() ;;
 esac
 with_device_tests=no
