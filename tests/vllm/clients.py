@@ -21,7 +21,7 @@ import pytest
 from tests.pages import ROOT
 
 REQUIREMENTS = Path(__file__).with_name("clients_requirements.txt")
-INSTALL_S, RUN_S = 600, 300
+INSTALL_S, RUN_S = 600, 600
 
 
 def clients_python() -> Path:

@@ -1,16 +1,18 @@
-"""lm-evaluation-harness gives its `--model hf`'s results on our engine and on our server, sample by sample."""
+"""lm-evaluation-harness gives its `--model hf`'s results on our engine and on our server, by the page's commands."""
 
 from __future__ import annotations
 
 import json
+import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from recipes.common.tokenizer import write_tokenizer
+from tests.pages import ROOT
 from tests.vllm.clients import clients_python, run_client
 from tests.vllm.tiny import write_checkpoint
 from vllm import LLM
@@ -45,7 +47,7 @@ doc_to_target: "{{question}}"
 metric_list: [{metric: word_perplexity}]
 """,
 }
-CHAT_FORMS = ("generate_until",)
+TRANSFORMERS = ["--model", "hf", "--model_args", "pretrained=model,dtype=float32", "--device", "cpu"]
 SCORED = ("multiple_choice", "loglikelihood_rolling")
 TOLERANCE = 1e-3
 
@@ -55,8 +57,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a checkpoint, `model`, and the tasks, `tasks`."""
     clients_python()  # or skip, before anything is made
     folder = tmp_path_factory.mktemp("lm_eval")
-    write_checkpoint(folder / "model", vocab_size=400)
-    write_tokenizer([*QUESTIONS, "abc"], folder / "model", 400, 640)
+    write_checkpoint(folder / "model", vocab_size=400, max_position_embeddings=2048)
+    write_tokenizer([*QUESTIONS, "abc"], folder / "model", 400, 2048)
     tasks = folder / "tasks"
     tasks.mkdir()
     data = tasks / "data.jsonl"
@@ -72,52 +74,55 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> dict[str, list[Any]]:
-    return evaluate(folder, "hf", "pretrained=model,dtype=float32", "--device", "cpu")
-
-
-@pytest.fixture(scope="module")
 def url(folder: Path) -> Iterator[str]:
-    llm = LLM(str(folder / "model"), num_gpu_blocks_override=128)
+    llm = LLM(str(folder / "model"), num_gpu_blocks_override=256)
     with serve_in_background(llm, ServerArgs(port=0, served_model_name="model")) as server:
         yield server.url
     llm.shutdown()
 
 
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> dict[str, list[Any]]:
+    return evaluate(folder, [*TRANSFORMERS, "--tasks", ",".join(FORMS)])
+
+
 def test_the_engine_equals_transformers(folder: Path, expected: dict[str, list[Any]]) -> None:
-    settings = "pretrained=model,dtype=float32,max_model_len=256"
-    assert_same(evaluate(folder, "vllm", settings, "--batch_size", "auto"), expected)
+    assert_same(evaluate(folder, page_command("vllm", settings="num_gpu_blocks_override=256")), expected)
 
 
-@pytest.mark.parametrize("tokenized", [True, False])
-def test_completions_equal_transformers(
-    folder: Path, expected: dict[str, list[Any]], url: str, tokenized: bool
-) -> None:
-    settings = f"model=model,base_url={url}/v1/completions,num_concurrent=4,max_length=640"
-    settings += f",tokenizer_backend=huggingface,tokenized_requests={tokenized}"
-    assert_same(evaluate(folder, "local-completions", settings), expected)
+@pytest.mark.parametrize("settings", ["tokenizer_backend=huggingface", "tokenized_requests=False"])
+def test_completions_equal_transformers(folder: Path, expected: dict[str, list[Any]], url: str, settings: str) -> None:
+    assert_same(evaluate(folder, page_command("local-completions", url, settings)), expected)
 
 
 def test_chat_completions_equal_transformers(folder: Path, url: str) -> None:
-    """Of the tasks, those that generate: this interface scores no text of the caller's."""
-    chat = ("--apply_chat_template",)
-    expected = evaluate(folder, "hf", "pretrained=model,dtype=float32", "--device", "cpu", *chat, forms=CHAT_FORMS)
-    settings = f"model=model,base_url={url}/v1/chat/completions,num_concurrent=4"
-    assert_same(evaluate(folder, "local-chat-completions", settings, *chat, forms=CHAT_FORMS), expected)
+    """Of the tasks, the one that generates: this interface scores no text of the caller's."""
+    expected = evaluate(folder, [*TRANSFORMERS, "--tasks", "generate_until", "--apply_chat_template"])
+    chat = page_command("local-chat-completions", url, "tokenizer_backend=None", tasks=["generate_until"])
+    assert_same(evaluate(folder, chat), expected)
 
 
-def evaluate(
-    folder: Path, model: str, settings: str, *options: str, forms: tuple[str, ...] = tuple(FORMS)
-) -> dict[str, list[Any]]:
+def page_command(model: str, url: str = "", settings: str = "", tasks: Iterable[str] = FORMS) -> list[str]:
+    """The arguments of the page's command for a model, with further settings of the model."""
+    text = (ROOT / "docs" / "evaluating.md").read_text(encoding="utf-8")
+    [line] = re.findall(rf"^    lm_eval (--model {model} .*)$", text, flags=re.MULTILINE)
+    line = line.replace("=DIR,", "=model,").replace("http://127.0.0.1:8000", url).replace("TASK", ",".join(tasks))
+    arguments = line.split()
+    arguments[arguments.index("--model_args") + 1] += f",{settings}"
+    return arguments
+
+
+def evaluate(folder: Path, arguments: list[str]) -> dict[str, list[Any]]:
     """Run the command; return each task's answers, by document, that it saved."""
     output = Path(tempfile.mkdtemp(dir=folder))
-    chosen = ["--tasks", ",".join(forms), "--include_path", "tasks", "--log_samples", "--output_path", str(output)]
-    run_client(["-m", "lm_eval", "--model", model, "--model_args", settings, *chosen, *options], folder)
+    run_client(
+        ["-m", "lm_eval", *arguments, "--include_path", "tasks", "--log_samples", "--output_path", str(output)], folder
+    )
     answers = {}
-    for form in forms:
-        [saved] = output.glob(f"*/samples_{form}_*.jsonl")
+    for task in arguments[arguments.index("--tasks") + 1].split(","):
+        [saved] = output.glob(f"*/samples_{task}_*.jsonl")
         samples = [json.loads(line) for line in saved.read_text(encoding="utf-8").splitlines()]
-        answers[form] = [sample["resps"] for sample in sorted(samples, key=lambda sample: sample["doc_id"])]
+        answers[task] = [sample["resps"] for sample in sorted(samples, key=lambda sample: sample["doc_id"])]
     return answers
 
 
