@@ -141,8 +141,10 @@ def _init_ray(config: PPOTrainerConfig) -> None:
     address = config.ray_kwargs.ray_init.address or os.environ.get("RAY_ADDRESS")
     if address:
         ray.init(address=address, log_to_driver=True)
-    else:
-        ray.init(num_cpus=config.ray_kwargs.ray_init.num_cpus, include_dashboard=False)
+    elif num_cpus := config.ray_kwargs.ray_init.num_cpus:
+        ray.init(address="local", num_cpus=num_cpus, include_dashboard=False)
+    else:  # Ray joins a cluster that runs on this machine, as after `ray start --head`
+        ray.init(include_dashboard=False)
 
 
 def _raise_problems(problems: list[str]) -> None:

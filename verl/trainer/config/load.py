@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl.trainer.config.config import PPOTrainerConfig
 from verl.trainer.config.data import TAKES_NAMES
 from verl.trainer.config.fixed_keys import FIXED_KEYS, GIVEN_EMPTY, WithoutEffect, take_fixed_keys
+from verl.trainer.config.idle_keys import idle_keys
 from verl.trainer.config.model_keys import compare_model_keys, config_json, take_model_keys
 from verl.trainer.config.upstream_keys import ASYNC_KEYS, MOVED_KEYS, list_of_names, translate_upstream_keys, value_at
 
@@ -152,7 +153,14 @@ def resolve_config(composed: DictConfig) -> tuple[PPOTrainerConfig, list[Without
         OmegaConf.update(schema, _ROUTER_REPLAY, config.automatic_router_replay)
         config = OmegaConf.to_object(schema)
         assert isinstance(config, PPOTrainerConfig)
-    return config, taken + _unused_profiler_keys(config, leaves)
+    unused = _unused_profiler_keys(config, leaves)
+    return config, taken + unused + idle_keys(config, _without_followers(leaves, composed))
+
+
+def _without_followers(leaves: dict[str, Any], composed: DictConfig) -> dict[str, Any]:
+    """The leaves that are given themselves; the others follow other keys, as the base YAML file says."""
+    written: Any = OmegaConf.to_container(composed, resolve=False)
+    return {key: value for key, value in leaves.items() if not str(value_at(written, key)).startswith("${")}
 
 
 def _unused_profiler_keys(config: PPOTrainerConfig, leaves: dict[str, Any]) -> list[WithoutEffect]:

@@ -175,9 +175,10 @@ class RayInitConfig(Section):
     """How the driver reaches Ray.
 
     Attributes:
-        address: address of a running cluster; absent means the RAY_ADDRESS variable, or else a cluster that this
-            process starts.
-        num_cpus: CPUs of a cluster that this process starts; absent means all cores.
+        address: address of a running cluster; absent means the RAY_ADDRESS variable, or else a cluster that runs on
+            this machine, or else one that this process starts.
+        num_cpus: start a cluster with so many CPUs, whatever else runs on this machine; absent means all cores of one
+            that must be started.
     """
 
     address: str | None = None
