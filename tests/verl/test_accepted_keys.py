@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
@@ -29,6 +30,7 @@ from verl.trainer.config import (
 )
 from verl.trainer.config.fixed_keys import FIXED_KEYS
 from verl.trainer.config.load import _NOT_OF_REFERENCE, known_keys
+from verl.trainer.config.model_keys import _FIELDS as MODEL_KEYS
 from verl.trainer.config.upstream_keys import ASYNC_KEYS, MOVED_KEYS, REPLACED_VALUES
 from verl.workers.config import overrides
 from verl.workers.config.values import Section
@@ -46,8 +48,20 @@ ONE_VALUE = {
     f"{ACTOR}.sequence_parallel": "False",
     "async_training.require_batches": "3",
 }
+# Files whose reads are no action.
+ONLY_CHECKS_OR_SHOWS = {
+    "validate.py",
+    "checks.py",
+    "load.py",
+    "idle_keys.py",
+    "preflight.py",
+    "print_plan.py",
+    "run_changes.py",
+}
 # Parts of the paths in every run's YAML file, which the configs' own interpolations read.
 IN_PATHS = {"trainer.project_name", "trainer.experiment_name"}
+# A key that acts through one that follows it in the base YAML file.
+FOLLOWED = {"data.max_response_length": "actor_rollout_ref.rollout.response_length"}
 # Names under which code holds a section, besides the section's own.
 HELD_AS = {
     "actor_rollout_ref.actor": {"config"},
@@ -80,9 +94,22 @@ def _taken(*given: str) -> dict[str, str]:
     return {item.key: item.reason for item in resolve_config(compose_config(given))[1]}
 
 
+def _acting(node: ast.AST) -> Iterator[ast.AST]:
+    """``node`` and what is in it, but nothing that only says something: log lines, prints and error messages."""
+    if isinstance(node, ast.Raise):
+        return
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name):
+        owner = getattr(getattr(node.func, "value", None), "id", "")
+        if owner in ("logger", "console") or getattr(node.func, "id", "") == "print":
+            return
+    yield node
+    for child in ast.iter_child_nodes(node):
+        yield from _acting(child)
+
+
 def _reads(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """(what is before the dot, attribute) of every attribute that the code reads."""
-    for node in ast.walk(tree):
+    """(what is before the dot, attribute) of every attribute that the code reads to act on it."""
+    for node in _acting(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             owner = node.value
             yield (getattr(owner, "attr", None) or getattr(owner, "id", "")), node.attr
@@ -113,7 +140,7 @@ def _read_by_itself(cls: type) -> set[str]:
 def _keys_read_by_code() -> set[str]:
     """Keys of the schema that the driver, a worker or an engine reads."""
     files = [*(ROOT / "verl").glob("**/*.py"), *(ROOT / "recipes").glob("**/*.py")]
-    code = [file for file in files if not {"validate.py", "checks.py", "load.py"} & {file.name}]
+    code = [file for file in files if file.name not in ONLY_CHECKS_OR_SHOWS]
     reads = {read for file in code for read in _reads(ast.parse(file.read_text(encoding="utf-8")))}
     found = set()
     passed_on = {field.name for field in dataclasses.fields(EngineArgs)}  # under the same name, all together
@@ -128,14 +155,24 @@ def _keys_read_by_code() -> set[str]:
 
 def test_every_key_of_the_schema_is_acted_on_or_checked() -> None:
     keys = {key for key in known_keys() if not key.startswith(REF)}
-    read = _keys_read_by_code()
-    assert keys - read - IN_PATHS - ONE_VALUE.keys() == set()
+    acted_on = keys & (_keys_read_by_code() | IN_PATHS | FOLLOWED.keys())
+    assert keys - acted_on - ONE_VALUE.keys() == set()
+    for key, follower in FOLLOWED.items():
+        assert OmegaConf.select(OmegaConf.structured(load_config([f"{key}=77"])), follower) == 77
     for key, value in ONE_VALUE.items():
         given = [f"{key}={value}", f"{ACTOR}.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=2"]
         if key.startswith("async_training"):
             given += ["trainer.schedule=fully_async", "actor_rollout_ref.hybrid_engine=False", "rollout.nnodes=1"]
         assert any(key.rpartition(".")[2] in problem for problem in validate_config(load_config(given))), key
-    print(f"{len(keys & read | IN_PATHS)} keys acted on, {len(ONE_VALUE)} of one value")
+    sections = (overrides.TRANSFORMER_OVERRIDES, overrides.DDP_OVERRIDES, overrides.OPTIMIZER_OVERRIDES)
+    in_sections = sum(map(len, sections)) + len(overrides.MODEL_OVERRIDES) + len(overrides.LIMIT_OVERRIDES)
+    in_sections += len(MOVED_KEYS) + len(ASYNC_KEYS)
+    without_effect = len(FIXED_KEYS) + len(MODEL_KEYS) + len(_NOT_OF_REFERENCE)
+    refusing = sum(bool(accepted) and set(accepted) != {True, False} for accepted, _ in FIXED_KEYS.values())
+    print(
+        f"{len(acted_on) + in_sections} keys acted on, {without_effect} without effect, "
+        f"{refusing + len(ONE_VALUE)} with values that are refused"
+    )
 
 
 def test_every_key_of_the_free_sections_is_a_field_of_its_engine() -> None:
@@ -164,8 +201,6 @@ def test_every_key_without_effect_is_reported_with_its_reason_and_its_other_valu
         keys[key] = (accepted[0] if accepted else "x", reason)
     taken = _taken(*(f"+{key}={'null' if value is None else value}" for key, (value, _) in keys.items()))
     assert taken == {key: reason for key, (_, reason) in keys.items()}
-    refusing = sum(bool(accepted) and set(accepted) != {True, False} for accepted, _ in FIXED_KEYS.values())
-    print(f"{len(FIXED_KEYS)} keys without effect, of which {refusing} refuse other values")
 
 
 def test_every_key_that_has_another_place_arrives_there() -> None:

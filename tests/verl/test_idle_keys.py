@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 import pytest
 
@@ -89,6 +88,7 @@ CASES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("reward_model.num_workers=3", ("reward_model.reward_manager=of_a_user",), ()),
     ("reward_model.manager_timeout_s=3", (), ("reward_model.reward_manager=of_a_user",)),
     ("custom_reward_function.name=score", (), ("custom_reward_function.path=/x.py",)),
+    ("data.max_response_length=99", (f"{ROLLOUT}.response_length=9",), ()),
     ("data.seed=3", ("data.shuffle=False",), ()),
     ("rollout.n_gpus_per_node=3", (), ("rollout.nnodes=1",)),
     ("async_training.staleness_threshold=1.0", (), ("trainer.schedule=fully_async",)),
@@ -124,6 +124,6 @@ def test_every_rule_and_every_pattern_has_a_case(reasons: dict[int, str]) -> Non
         assert any(fnmatchcase(key, pattern) for key in keys for pattern in rule.keys), rule
 
 
-def test_keys_that_only_follow_others_are_not_reported(tmp_path: Path) -> None:
+def test_keys_that_only_follow_others_are_not_reported() -> None:
     """The base YAML file fills them from the actor's."""
     assert not [key for key in _reasons(DYNAMIC, f"{ACTOR}.ppo_max_token_len_per_gpu=99") if "log_prob" in key]

@@ -293,6 +293,11 @@ _RUN = (
         "custom_reward_function.path is empty",
         lambda c: c.custom_reward_function.path is None,
     ),
+    IdleRule(
+        ("data.max_response_length",),
+        f"{_ROLLOUT}.response_length is given, and decides",
+        lambda c: c.data.max_response_length != c.actor_rollout_ref.rollout.response_length,
+    ),
     IdleRule(("data.seed",), "data.shuffle is False", lambda c: not c.data.shuffle),
     IdleRule(("rollout.n_gpus_per_node",), "rollout.nnodes is 0", lambda c: c.rollout.nnodes == 0),
     IdleRule(

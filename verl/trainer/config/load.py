@@ -153,8 +153,10 @@ def resolve_config(composed: DictConfig) -> tuple[PPOTrainerConfig, list[Without
         OmegaConf.update(schema, _ROUTER_REPLAY, config.automatic_router_replay)
         config = OmegaConf.to_object(schema)
         assert isinstance(config, PPOTrainerConfig)
-    unused = _unused_profiler_keys(config, leaves)
-    return config, taken + unused + idle_keys(config, _without_followers(leaves, composed))
+    taken += _unused_profiler_keys(config, leaves)
+    reported = {item.key for item in taken}
+    idle = idle_keys(config, _without_followers(leaves, composed))
+    return config, taken + [item for item in idle if item.key not in reported]
 
 
 def _without_followers(leaves: dict[str, Any], composed: DictConfig) -> dict[str, Any]:
