@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -173,6 +175,20 @@ def test_hydras_options_and_keys() -> None:
     assert "hydra.job.chdir is 'True', which is not there: a run stays in the folder" in text
 
 
+@pytest.mark.parametrize(
+    ("given", "instead"),
+    [
+        (["--info", "all"], "--info, which shows how Hydra composed: --cfg job shows the result"),
+        (["--hydra-help"], "--hydra-help, which is about Hydra's own options: --help"),
+        (["-sc", "install=bash"], "--shell-completion, which installs completion"),
+        (["--experimental-rerun", "x.pickle"], "--experimental-rerun, which runs a job of Hydra again"),
+    ],
+)
+def test_hydras_other_options_are_refused_with_what_there_is_instead(given: list[str], instead: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(instead)):
+        read_command_line([*given, "data.seed=1"])
+
+
 def test_config_path_is_relative_to_the_program_then_to_the_current_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,7 +205,23 @@ def test_config_path_is_relative_to_the_program_then_to_the_current_folder(
         read_command_line(["--config-path=absent"])
 
 
+def _command(name: str, *more: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A script's own command, from its Python on, with further arguments and variables."""
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *script_arguments(name), *more]
+    environment = os.environ | variables
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+
+
 def test_cfg_job_prints_the_resolved_config() -> None:
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", *script_arguments("grpo_qwen2_7b"), "--cfg", "job"]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    shown = _command("grpo_qwen2_7b", "--cfg", "job")
     assert "experiment_name: qwen2_7b_megatron" in shown.stdout and shown.stdout.startswith("data:")
+
+
+@pytest.mark.parametrize("name", [name for name in ACCEPTED if name.startswith("seed_")])
+def test_a_seeds_command_is_accepted_by_the_program(tmp_path: Path, name: str) -> None:
+    """With a folder for Hydra's records, and a variable that the seed's text asks for."""
+    done = _command(name, f"hydra.run.dir={tmp_path}", "--check", "config", VLLM_DP_SIZE="128")
+    assert done.returncode == 0, done.stderr
+    assert "VLLM_DP_SIZE=128: actor_rollout_ref.rollout.data_parallel_size decides" in done.stderr
+    refused = _command(name, "-m")
+    assert refused.returncode == 2 and "--multirun starts several runs from one command" in refused.stderr

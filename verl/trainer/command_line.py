@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from importlib.metadata import version
 from pathlib import Path
 
 from verl.trainer.config import ConfigError, WithoutEffect
@@ -22,6 +23,14 @@ _HYDRA_KEYS: dict[str, tuple[tuple[str, ...], str]] = {
     "hydra/job_logging": (("none", "disabled", "stdout", "default"), "the driver logs to the console"),
     "hydra/hydra_logging": (("none", "disabled", "default"), "Hydra logs nothing here"),
 }
+# Options that show or re-run what Hydra's own application has -> what there is instead.
+_NOT_THERE = {
+    "--info": "which shows how Hydra composed: --cfg job shows the result",
+    "--hydra-help": "which is about Hydra's own options: --help shows those that are here",
+    "--shell-completion": "which installs completion for Hydra: there is none",
+    "--experimental-rerun": "which runs a job of Hydra again: the same command continues a run",
+}
+_SHORT = {"--info": ("-i",), "--shell-completion": ("-sc",)}
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,9 @@ def read_command_line(argv: Sequence[str] | None) -> CommandLine:
     problems = []
     if args.multirun:
         problems.append("--multirun starts several runs from one command, which is not there; start one run at a time")
+    problems += [
+        f"{option}, {_NOT_THERE[option]}" for option in _NOT_THERE if getattr(args, _field(option)) is not None
+    ]
     if args.cfg not in (None, "job"):
         problems.append(f"--cfg {args.cfg} shows Hydra's own config, which no run uses; --cfg job shows the run's")
     if args.package:
@@ -100,6 +112,10 @@ def _without_hydra(overrides: Sequence[str]) -> tuple[list[str], list[WithoutEff
     return own, unused, problems
 
 
+def _field(option: str) -> str:
+    return option.removeprefix("--").replace("-", "_")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m verl.trainer.main_ppo",
@@ -118,6 +134,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--package", "-p", default=None, help=argparse.SUPPRESS)
     parser.add_argument("--run", "-r", action="store_true", help="run once, which is always so")
     parser.add_argument("--multirun", "-m", action="store_true", help=argparse.SUPPRESS)
+    for option in _NOT_THERE:
+        parser.add_argument(option, *_SHORT.get(option, ()), nargs="?", const="", help=argparse.SUPPRESS)
+    parser.add_argument("--version", action="version", version=f"hydra {version('hydra-core')}", help="of Hydra")
     parser.add_argument(
         "--check",
         choices=("config", "all"),

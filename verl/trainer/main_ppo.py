@@ -17,6 +17,7 @@ from verl.trainer.config import (
     config_warnings,
     resolve_config,
     validate_config,
+    variables_without_effect,
     without_effect_block,
 )
 from verl.trainer.config.load import to_yaml
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(to_yaml(config), end="")
             return 0
         _raise_problems(validate_config(config))
-        if block := without_effect_block([*args.unused, *unused]):
+        if block := without_effect_block([*args.unused, *unused, *variables_without_effect(os.environ)]):
             logger.info(block)
         if args.check == "config":
             return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -130,12 +131,12 @@ def resolve_config(settings: Settings) -> PPOTrainerConfig:
 
 
 def keys_without_effect(job: Job) -> str:
-    """The block of keys that were given and change nothing, with their reasons; empty where there are none."""
-    from verl.trainer.config import compose_config, resolve_config, without_effect_block
+    """The block of keys and variables that are set and change nothing, with reasons; empty where there are none."""
+    from verl.trainer.config import compose_config, resolve_config, variables_without_effect, without_effect_block
 
     directory, name = config_path(job.settings)
     composed = compose_config(job.overrides, config_name=name, config_dir=directory)
-    return without_effect_block(resolve_config(composed)[1])
+    return without_effect_block([*resolve_config(composed)[1], *variables_without_effect(os.environ)])
 
 
 def _rollout_nnodes(config: PPOTrainerConfig) -> int:

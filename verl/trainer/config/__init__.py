@@ -3,7 +3,7 @@
 from verl.trainer.config.algorithm import AlgoConfig, FilterGroupsConfig, KLControlConfig, RolloutCorrectionConfig
 from verl.trainer.config.config import ActorRolloutRefConfig, PPOTrainerConfig
 from verl.trainer.config.data import DataConfig
-from verl.trainer.config.fixed_keys import WithoutEffect, without_effect_block
+from verl.trainer.config.fixed_keys import WithoutEffect, variables_without_effect, without_effect_block
 from verl.trainer.config.load import ConfigError, compose_config, load_config, resolve_config, typed_config
 from verl.trainer.config.schedule import AsyncTrainingConfig, RolloutRanksConfig
 from verl.trainer.config.trainer import TrainerConfig
@@ -28,5 +28,6 @@ __all__ = [
     "resolve_config",
     "typed_config",
     "validate_config",
+    "variables_without_effect",
     "without_effect_block",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -99,6 +99,21 @@ FIXED_KEYS: dict[str, tuple[tuple[Any, ...], str]] = {
     "reward_model.launch_reward_fn_async": (_FLAG, "scoring always runs while log-probs are computed"),
     "trainer.critic_warmup": ((0,), _NO_CRITIC),
 }
+# Environment variables of the published recipes' scripts, as shell patterns -> what happens instead.
+FIXED_VARIABLES: dict[str, str] = {
+    "VLLM_DP_SIZE": "actor_rollout_ref.rollout.data_parallel_size decides; absent means all replicas",
+    "VLLM_ENABLE_GRAPH_MODE": "actor_rollout_ref.rollout.enforce_eager decides",
+    "VLLM_ENABLE_FIX_ROUTE": "actor_rollout_ref.rollout.fix_router decides",
+    "VLLM_ENABLE_MC2": "actor_rollout_ref.rollout.expert_exchange decides",
+    "VLLM_USE_V1": "there is one engine",
+    "VLLM_VERSION": "there is one engine",
+    "VLLM_ASCEND_*": "there is one engine",
+    "D2D_DATA_TRANSFER": "rows always go from worker to worker",
+    "NO_ALL_TO_ALL_RESHARD": "weights always go from the ranks that train them to those that generate with them",
+    "ROLLOUT_REBALANCE_ENABLE": "actor_rollout_ref.rollout.rebalance_interval decides",
+    "PRINT_MEMORY": "memory is among the metrics of every step",
+    "PROFILE_UPDATE": "global_profiler.steps and actor_rollout_ref.actor.profiler decide",
+}
 
 
 @dataclass(frozen=True)
@@ -137,6 +152,16 @@ def take_fixed_keys(tree: dict[str, Any], prefix: str = "") -> tuple[list[Withou
             taken.append(WithoutEffect(name, value, reason))
         del tree[key]
     return taken, problems
+
+
+def variables_without_effect(environment: Mapping[str, str]) -> list[WithoutEffect]:
+    """The variables of the published recipes that are set in ``environment`` and change nothing here."""
+    return [
+        WithoutEffect(name, value, reason)
+        for pattern, reason in FIXED_VARIABLES.items()
+        for name, value in sorted(environment.items())
+        if fnmatchcase(name, pattern)
+    ]
 
 
 def without_effect_block(taken: Iterable[WithoutEffect]) -> str:
