@@ -97,8 +97,18 @@ def download(request: Request) -> None:
     """Fetch the files of ``request`` that are not there yet; OSError when the disk has no room for them."""
     if request.hub == "modelscope":
         _from_modelscope(request)
-    else:
+        return
+    from huggingface_hub.errors import HfHubHTTPError
+
+    transport = HfHubHTTPError.__mro__[1]  # the base of the errors of its HTTP client, which are not always OSErrors
+    try:
         _from_huggingface(request)
+    except HfHubHTTPError:
+        raise
+    except transport as error:
+        raise OSError(
+            f"no connection ({error}); HF_ENDPOINT names a mirror, --source modelscope another hub"
+        ) from error
 
 
 def _from_huggingface(request: Request) -> None:

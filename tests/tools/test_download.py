@@ -116,6 +116,13 @@ def test_a_hub_that_does_not_have_it_is_one_line(tmp_path: Path) -> None:
     assert done.stderr.startswith("error: openai/gsm8k from huggingface: ") and "Traceback" not in done.stderr
 
 
+def test_without_a_network_the_message_is_one_line_with_what_to_do(tmp_path: Path) -> None:
+    done = fetch("http://127.0.0.1:9", tmp_path, "gsm8k", "--to", str(tmp_path / "data"))
+    assert done.returncode == download.EXIT_FAILED
+    assert done.stderr.startswith("error: openai/gsm8k from huggingface: no connection (")
+    assert "HF_ENDPOINT names a mirror" in done.stderr and "Traceback" not in done.stderr
+
+
 def test_bad_requests_are_refused_with_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert download.main(["gsm9k", "--to", str(tmp_path)]) == download.EXIT_BAD_INPUT
     assert "'gsm9k' is not one of deepscaler, " in capsys.readouterr().err
