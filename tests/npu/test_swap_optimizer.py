@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -11,15 +14,51 @@ from megatron.core.optimizer import DistributedOptimizer, OptimizerConfig, get_m
 from megatron.core.parallel_state import ProcessGroups
 from mindspeed.core.optimizer.swap_optimizer import SwapOptimizer
 from mindspeed.ops import train_ops
+from tests.mindspeed_llm.tiny import tiny_hf_config, write_tiny_checkpoint
 from tests.npu.device_memory import held_bytes
+from tests.parallel.launcher import run_ranks
+from tests.parallel.test_grpo_step import config_overrides, prompts
 from tests.parallel.toy import toy_config
-from verl.trainer.config import load_config
+from tests.verl.test_upstream_scripts import script_arguments
+from verl.trainer.command_line import read_command_line
+from verl.trainer.config import load_config, validate_config
 from verl.utils.import_utils import load_provider
+from verl.workers.megatron_workers import ActorRolloutRefWorker
+from verl.workers.row_store import worker_batch
 
 WIDTH = 128
 SWAP_TIMES = 8
 CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1)
 DEVICE = torch.device("npu:0")
+ENGINE = "actor_rollout_ref.actor.megatron"
+SEEDS_KEY = f"{ENGINE}.override_transformer_config.swap_optimizer"
+# What a tiny model on one die needs in place of the seed's sizes.
+LARGE_SEEDS_KEYS = (
+    *(
+        f"actor_rollout_ref.{role}.megatron.{key}={value}"
+        for role in ("actor", "ref")
+        for key, value in (
+            ("pipeline_model_parallel_size", 1),
+            ("expert_model_parallel_size", 1),
+            ("use_dist_checkpointing", False),
+        )
+    ),
+    *(
+        f"{ENGINE}.override_transformer_config.{key}=null"
+        for key in (
+            "pipeline_num_transformer_layers",
+            "num_layers_in_first_pipeline_stage",
+            "num_layers_in_last_pipeline_stage",
+        )
+    ),
+    *(
+        f"~{ENGINE}.override_transformer_config.{key}"  # the tiny model has other positions
+        for key in ("rope_scaling_type", "yarn_scaling_factor", "rope_scaling_mscale", "rope_scaling_mscale_all_dim")
+    ),
+    f"{ENGINE}.optimizer_offload=False",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+    "trainer.nnodes=1",
+)
 
 
 def _model(groups: ProcessGroups, dtype: torch.dtype) -> DistributedDataParallel:
@@ -103,10 +142,9 @@ def test_updates_are_equal_bit_for_bit(groups: ProcessGroups, dtype: torch.dtype
 
 def test_the_key_of_the_seeds_leaves_no_optimizer_state_on_the_die_between_steps(groups: ProcessGroups) -> None:
     """``override_transformer_config.swap_optimizer``, as r1_ascend's script gives it."""
-    key = "actor_rollout_ref.actor.megatron.override_transformer_config.swap_optimizer"
     on_die, beside_model, alive = {}, {}, []
     for is_given in (False, True):
-        engine = load_config([f"+{key}=True"] if is_given else []).actor_rollout_ref.actor.megatron
+        engine = load_config([f"+{SEEDS_KEY}=True"] if is_given else []).actor_rollout_ref.actor.megatron
         model = _model(groups, torch.bfloat16)
         before = held_bytes()
         optimizer = load_provider(engine.optimizer_provider)(CONFIG, model, groups, train_ops())
@@ -119,3 +157,39 @@ def test_the_key_of_the_seeds_leaves_no_optimizer_state_on_the_die_between_steps
     assert on_die == {False: 12 * optimizer.shards[0].buffer.param_shard.numel(), True: 0}
     assert beside_model[False] - beside_model[True] == pytest.approx(on_die[False], abs=16384)  # by the allocator
     assert beside_model[True] < 16384
+
+
+def _steps_of_a_worker(model_dir: str, overrides: list[str]) -> list[tuple[int, int]]:
+    """(bytes of optimizer state on the die, all bytes on it) behind each of two steps of a worker."""
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    config = load_config([*overrides, *config_overrides(model_dir, 1), *LARGE_SEEDS_KEYS, "trainer.device=npu"])
+    assert validate_config(config) == []
+    worker = ActorRolloutRefWorker(config, "actor_rollout_ref")
+    worker.init_model()
+    found = []
+    for step in (1, 2):
+        batch = worker.generate_sequences(prompts())
+        batch.meta_info = {"temperature": 1.0, "rollout_n": 2, "global_step": step}
+        batch = batch.union(worker.compute_ref_log_prob(worker_batch(batch)))
+        batch.batch["advantages"] = batch.batch["response_mask"].float()
+        worker.update_actor(worker_batch(batch, "advantages"))
+        tensors = [item.current for shard in worker.optimizer.shards for item in shard.tensors.values()]
+        found.append((sum(tensor.nbytes for tensor in tensors if tensor.is_npu), held_bytes()))
+    assert tensors and sum(tensor.nbytes for tensor in tensors) > 0
+    return found
+
+
+@pytest.mark.slow  # the test above has the optimizer alone
+@pytest.mark.timeout(240)
+def test_r1_ascends_command_leaves_no_optimizer_state_on_the_die_of_a_worker(tmp_path: Path) -> None:
+    """The script's own overrides through the command line to a worker, with a tiny model and one die for its sizes."""
+    write_tiny_checkpoint(tmp_path, tiny_hf_config(), seed=1, dtype=torch.float32)
+    seed = list(read_command_line(script_arguments("seed_r1_ascend")).overrides)
+    assert [text for text in seed if "swap_optimizer" in text] == [f"+{SEEDS_KEY}=True"]
+    (swapped,) = run_ranks(_steps_of_a_worker, 1, str(tmp_path), seed, device="npu")
+    without = [text for text in seed if "swap_optimizer" not in text]
+    (plain,) = run_ranks(_steps_of_a_worker, 1, str(tmp_path), without, device="npu")
+    assert [state for state, _ in swapped] == [0, 0]
+    assert all(state > 0 for state, _ in plain)
+    for (state, held), (_, held_swapped) in zip(plain, swapped, strict=True):
+        assert held - held_swapped == pytest.approx(state, rel=0.02)  # by the allocator's count
