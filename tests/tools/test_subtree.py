@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import subprocess
 import tarfile
 import zipfile
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from mindspeed_llm import convert_ckpt_deepseek3, convert_ckpt_deepseek3_mcore2hf
 from tests.tools.subtree_repos import ROOT, commit, export, git, repository, state, tool, upstream, write
 from tools import adaptations, marks
 from tools.subtree import api, compare, manifest, snapshot
+from verl.trainer.config.fixed_keys import FIXED_KEYS
+from verl.trainer.config.upstream_keys import MOVED_KEYS
+from verl.workers.config import McoreEngineConfig, overrides
 
 MINIMAL = 'name = "up"\nurl = "u"\nlicence = "MIT"\nsubtree = "ours"\nupstream_root = "pkg"\ntag = "v1"\n'
 
@@ -85,16 +93,37 @@ def test_a_new_pin_leaves_every_other_line(tmp_path: Path) -> None:
         manifest.with_pin(text, 'v"2', "")
 
 
-def test_every_recorded_api_is_of_the_pinned_version_and_in_order() -> None:
+def test_every_upstream_with_a_folder_has_a_recorded_api_of_the_pinned_version_and_in_order() -> None:
     for item in manifest.load_all():
         recorded = snapshot.load(item.name)
-        if recorded is None:
+        if not item.subtree:
             continue
-        assert recorded.pin == item.version
+        assert recorded is not None and recorded.pin == item.version
         assert snapshot.parse(snapshot.render(item.name, recorded), item.name) == recorded
-        assert item.mirrors(recorded.modules) == list(recorded.modules), "an API of a module that is not mirrored"
+        modules = [module for module in recorded.modules if module != snapshot.OPTIONS]
+        assert item.mirrors(modules) == modules, "an API of a module that is not mirrored"
+        assert set(item.options) <= recorded.modules.get(snapshot.OPTIONS, {}).keys()
         same, *_ = snapshot.compare(item, recorded).counts()
         assert same > 0
+
+
+def test_every_mirrored_option_is_a_key_or_a_flag_here() -> None:
+    engine = "actor_rollout_ref.actor.megatron"
+    fields = {field.name for field in dataclasses.fields(McoreEngineConfig)}
+    keys = overrides.TRANSFORMER_OVERRIDES.keys() | {key.rpartition(".")[2] for key in (*FIXED_KEYS, *MOVED_KEYS)}
+    converters = (convert_ckpt_deepseek3, convert_ckpt_deepseek3_mcore2hf)
+    flags = "".join(tool_help(converter) for converter in converters)
+    for item in (manifest.load("mindspeed"), manifest.load("mindspeed_llm")):
+        for option in item.options:
+            is_there = f"{option} " in flags if option.startswith("--") else option in fields | keys
+            assert is_there, f"{item.name}: {option} is neither in {engine} nor a flag"
+
+
+def tool_help(module: ModuleType) -> str:
+    shown = StringIO()
+    with redirect_stdout(shown), pytest.raises(SystemExit):
+        module.main(["--help"])
+    return shown.getvalue().replace("\n", " \n").replace("]", " ]")
 
 
 def test_status_and_adaptations_agree_with_the_marks_in_the_sources() -> None:

@@ -31,6 +31,7 @@ class Manifest:
     why: str = ""
     recipes_pin: str = ""  # what the published Ascend recipes pin, when that is another version
     mirrored: tuple[str, ...] = ()  # module paths below the subtree, or patterns, with the upstream's path and names
+    options: tuple[str, ...] = ()  # the upstream's options that a key or flag of ours has with its meaning
 
     @property
     def version(self) -> str:
@@ -89,7 +90,7 @@ def parse(text: str, source: str) -> Manifest:
     if wrong:
         raise ValueError(f"{source}: {'; '.join(wrong)}")
     values: dict[str, Any] = {key: str(value) for key, value in table.items()}
-    return Manifest(**values | {"mirrored": tuple(table.get("mirrored", ()))})
+    return Manifest(**values | {key: tuple(table.get(key, ())) for key in ("mirrored", "options")})
 
 
 def with_pin(text: str, tag: str, commit: str) -> str:

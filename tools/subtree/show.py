@@ -41,7 +41,9 @@ def status(console: Console, manifests: list[Manifest], root: Path, names: bool)
         counts = [str(number) for number in found.counts()] if found else ["-"] * 4
         details += [(item.name, module) for module in found.shared] if found else []
         num_marks = sum(path.startswith(item.subtree + "/") for path in marked_paths)
-        here, missing = str(len(present)), "\n".join(absent) or "0"
+        options = [f"{len(item.options)} options"] if item.options else []
+        here = " + ".join([*([str(len(present))] if present or not options else []), *options])
+        missing = "\n".join(absent) or "0"
         table.add_row(item.name, item.version, holds(item, root), here, missing, *counts, str(num_marks))
     console.print(table)
     folders = tuple(f"{item.subtree}/" for item in manifests if item.subtree)
@@ -56,7 +58,7 @@ def _beside_recorded(item: Manifest, root: Path, present: list[str], notes: list
     recorded = snapshot.load(item.name, root)
     if recorded is None:
         why = f"{item.name}: no API recorded yet: `import {item.name} --upstream ...` records it"
-        notes += [why] if item.mirrored else []
+        notes += [why] if item.mirrored or item.options else []
         return None
     if recorded.pin != item.version:
         notes.append(f"{item.name}: the API was recorded at {recorded.pin}: `import {item.name}` records it anew")

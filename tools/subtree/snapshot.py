@@ -11,6 +11,8 @@ from tools.subtree.api import public_api
 from tools.subtree.compare import SubtreeDiff, against, modules, our_folder
 from tools.subtree.manifest import FOLDER, ROOT, Manifest
 
+OPTIONS = "options"  # in place of a module: the upstream's options by name, from its documentation
+
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -38,13 +40,19 @@ def record(manifest: Manifest, upstream: Path, pin: str) -> Snapshot:
     for module in manifest.mirrors(theirs):
         with suppress(ValueError):  # a template, a test's bad example
             found[module] = public_api(theirs[module])
+    old = load(manifest.name)
+    if manifest.options and old is not None:  # no source has them
+        found[OPTIONS] = dict(old.modules[OPTIONS])
     return Snapshot(pin, found)
 
 
 def compare(manifest: Manifest, snapshot: Snapshot, root: Path = ROOT) -> SubtreeDiff:
-    """Our mirrored modules beside the recorded API."""
+    """Our mirrored modules and options beside the recorded API."""
     ours = modules(our_folder(manifest, root))
     mine = {module: public_api(ours[module]) for module in manifest.mirrors(ours)}
+    theirs = snapshot.modules.get(OPTIONS, {})
+    if manifest.options:
+        mine[OPTIONS] = {name: theirs.get(name, "") for name in manifest.options}
     return against(mine, snapshot.modules)
 
 
