@@ -123,6 +123,14 @@ def test_each_ascend_fault_is_named_with_its_remedy(node: Path, monkeypatch: pyt
     assert "not among the tested" in found_on_the_node()["torch_npu"].remedy
 
 
+def test_apex_is_named_with_the_reason_why_it_is_not_used(node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "apex" not in found_on_the_node()
+    monkeypatch.setattr(ascend, "version_of", {"torch-npu": "2.13.0", "torch": "2.13.0", "apex": "0.1+ascend"}.get)
+    found = found_on_the_node()["apex"]
+    assert found.value.startswith("0.1+ascend, not used: its fused AdamW keeps the state itself")
+    assert not found.remedy and not found.is_fatal
+
+
 @pytest.mark.parametrize(
     ("driver", "remedy"),
     [

@@ -35,7 +35,8 @@ def findings() -> Iterator[Finding]:
     yield links.hccl_ports()
     yield links.hccl_expansion(cann_version())
     if apex := version_of("apex"):
-        yield Finding("apex", f"{apex}, not used: the sharded optimizer updates with torch's own fused AdamW")
+        why = "its fused AdamW keeps the state itself, and ours is sharded and swapped; torch's fused AdamW is used"
+        yield Finding("apex", f"{apex}, not used: {why}")
 
 
 def dies() -> list[int]:
