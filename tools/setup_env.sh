@@ -4,11 +4,12 @@ set -euo pipefail
 
 usage() {
     cat <<'TEXT'
-usage: tools/setup_env.sh [base|dev|simulator]
+usage: tools/setup_env.sh [base|dev|simulator|command]
 
   base       what a run needs (default); torch_npu is added on a machine that has NPUs
   dev        base, and what the tests and checks need
   simulator  a second environment over the dev one, with torch_npu, for tests/npu on a machine without NPUs
+  command    no packages: only the command `vllm` of an environment that is there (base and dev make it too)
 
 Environment: STACK         which versions: cann92 (default; requirements/, torch 2.13) or cann82 (requirements/cann82/, torch
                            2.5.1 for CANN 8.2.RC1, base and dev only); an environment keeps the stack that it was made with
@@ -33,8 +34,8 @@ die() {
 
 case "$LAYER" in
     -h | --help) usage && exit 0 ;;
-    base | dev | simulator) ;;
-    *) usage >&2 && die "unknown layer '$LAYER': expected base, dev or simulator" ;;
+    base | dev | simulator | command) ;;
+    *) usage >&2 && die "unknown layer '$LAYER': expected base, dev, simulator or command" ;;
 esac
 
 # The wheels of torch-npu 2.5.1.post1 end at Python 3.11.
@@ -140,6 +141,25 @@ install_packages() {
     fi
 }
 
+# `vllm` runs the engine of this checkout from any directory. The file is the same on every run, and written only when it differs.
+make_command() {
+    local command="$VENV_DIR/bin/vllm" text
+    text="$(printf '#!/usr/bin/env bash\n# Written by tools/setup_env.sh.\nPYTHONPATH=%q"${PYTHONPATH:+:$PYTHONPATH}" exec %q -P -m vllm.entrypoints.cli.main "$@"' \
+        "$ROOT" "$(cd "$VENV_DIR" && pwd)/bin/python")"
+    [ "$(cat "$command" 2>/dev/null)" != "$text" ] || return 0
+    if echo "$text" >"$command.$$" && chmod +x "$command.$$"; then
+        mv -f "$command.$$" "$command"
+    else
+        say "cannot write $command: run python -m vllm.entrypoints.cli.main instead of vllm"
+    fi
+}
+
+if [ "$LAYER" = command ]; then
+    [ -x "$VENV_DIR/bin/python" ] || die "no environment in VENV_DIR=$VENV_DIR: run tools/setup_env.sh first"
+    make_command
+    say "the command is $VENV_DIR/bin/vllm"
+    exit 0
+fi
 check_stack
 if [ "$LAYER" = simulator ]; then
     [ "$STACK" = cann92 ] || die "the simulated devices are for STACK=cann92: torch-npu 2.5.1.post1 does not run on them"
@@ -164,6 +184,7 @@ if has_npu; then WITH_NPU=yes; fi
 WANTED="$(fingerprint)"
 
 if is_current; then
+    make_command
     say "$VENV_DIR is up to date ($LAYER)"
     exit 0
 fi
@@ -173,6 +194,7 @@ if command -v flock >/dev/null 2>&1; then
     exec 9<"$VENV_DIR"
     flock 9
     if is_current; then
+        make_command
         say "$VENV_DIR was made by another run"
         exit 0
     fi
@@ -182,6 +204,7 @@ make_venv
 rm -f "$VENV_DIR"/.stamp-*
 echo "$STACK" >"$VENV_DIR/.stack"
 install_packages
+make_command
 for layer in base "$LAYER"; do
     echo "$WANTED" >"$VENV_DIR/.stamp-$layer.tmp"
     mv "$VENV_DIR/.stamp-$layer.tmp" "$VENV_DIR/.stamp-$layer"

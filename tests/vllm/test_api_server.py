@@ -439,6 +439,9 @@ def test_a_taken_port_and_bad_arguments_are_told_before_anything_is_loaded(capsy
         parse_args(["--model", "x", "--port", "70000", "--max-body-bytes", "0", "--chat-template", "/not/there"])
     message = capsys.readouterr().err
     assert "port=70000" in message and "max_body_bytes=0" in message and "/not/there" in message
-    server, engine = parse_args(["--model", "x", "--enable-prefix-caching", "--cudagraph-capture-sizes", "1", "8"])
+    server, engine, notes = parse_args(
+        ["--model", "x", "--enable-prefix-caching", "--cudagraph-capture-sizes", "1", "8"]
+    )
     assert server.host == "127.0.0.1"
     assert engine.enable_prefix_caching and engine.cudagraph_capture_sizes == [1, 8] and engine.max_model_len is None
+    assert notes == []

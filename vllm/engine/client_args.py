@@ -53,6 +53,14 @@ CLIENT_ARGS: dict[str, ClientArg] = {
     "task": ClientArg("auto", "the engine generates", ("generate",)),
     "runner": ClientArg("auto", "the engine generates", ("generate",)),
     "generation_config": ClientArg("auto", "defaults of sampling are SamplingParams'", ("vllm",)),
+    "override_generation_config": ClientArg(None, "give sampling_params to each call", ({},)),
+    "additional_config": ClientArg(None, "Ascend's graphs and streams are arguments of the engine of their own", ({},)),
+    "kv_transfer_config": ClientArg(None, "prefill and decode run in the same engine"),
+    "scheduling_policy": ClientArg("fcfs", "a lower priority always runs first", ("priority",)),
+    "num_scheduler_steps": ClientArg(1, "each step is scheduled", kind=int),
+    "use_v2_block_manager": ClientArg(True, "there is one block manager", None, bool),
+    "rope_scaling": ClientArg(None, "edit config.json in the model's directory", ({},)),
+    "rope_theta": ClientArg(None, "edit config.json in the model's directory", kind=float),
     "speculative_config": ClientArg(None, "speculative decoding is not supported"),
     "compilation_config": ClientArg(None, "decode steps are captured by enforce_eager and cudagraph_capture_sizes"),
     "guided_decoding_backend": ClientArg("auto", "no request asks for structured outputs", None),
@@ -64,8 +72,10 @@ CLIENT_ARGS: dict[str, ClientArg] = {
 }
 
 
-def take_client_args(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The arguments of `given` that are `EngineArgs`', and a note on each other one that differs from vLLM's default.
+def take_client_args(
+    given: Mapping[str, Any], table: Mapping[str, ClientArg] = CLIENT_ARGS
+) -> tuple[dict[str, Any], list[str]]:
+    """The arguments of `given` that are not in `table`, and a note on each other one that differs from vLLM's default.
 
     None leaves an argument at its default where it is no value of its own, as clients mean it.
 
@@ -74,11 +84,11 @@ def take_client_args(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str
     kept, notes, problems = {}, [], []
     kinds = {one.name: str(one.type) for one in fields(EngineArgs)}
     for name, value in given.items():
-        if name not in CLIENT_ARGS:
+        if name not in table:
             if value is not None or "None" in kinds.get(name, "None"):
                 kept[name] = value
             continue
-        known = CLIENT_ARGS[name]
+        known = table[name]
         if value is None or value == known.default:
             continue
         if known.accepted is None or value in known.accepted:

@@ -1,4 +1,4 @@
-"""An engine behind OpenAI's HTTP interface: python -m vllm.entrypoints.openai.api_server --model DIR.
+"""An engine behind OpenAI's HTTP interface: `vllm serve DIR`, python -m vllm.entrypoints.openai.api_server --model DIR.
 
 One process with three threads: the event loop that serves clients, the engine's thread, and one for the tokenizer.
 `serve_in_background` serves the engine of another program.
@@ -13,21 +13,34 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import PlainTextResponse, Response
 
+from vllm import __version__
 from vllm.entrypoints.llm import LLM
 from vllm.entrypoints.openai.cli_args import ServerArgs, parse_args
 from vllm.entrypoints.openai.errors import ApiError, add_error_handlers
 from vllm.entrypoints.openai.limits import RequestLimits, http_protocol
 from vllm.entrypoints.openai.metrics import ServerMetrics
-from vllm.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest, ModelCard, ModelList
+from vllm.entrypoints.openai.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    ModelCard,
+    ModelList,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from vllm.entrypoints.openai.request_log import RequestLog
+from vllm.entrypoints.openai.sampling_defaults import sampling_defaults
 from vllm.entrypoints.openai.serving_chat import OpenAIServingChat
 from vllm.entrypoints.openai.serving_completion import OpenAIServingCompletion
+from vllm.entrypoints.openai.serving_tokenization import OpenAIServingTokenization
 from vllm.v1.engine.async_llm import AsyncLLM
 
 logger = logging.getLogger(__name__)
@@ -37,11 +50,13 @@ SEND_BUFFER_BYTES = 2**17
 
 def build_app(engine: AsyncLLM, args: ServerArgs) -> FastAPI:
     """The routes over an engine, which starts and ends with the app."""
-    metrics, created = ServerMetrics(), int(time.time())
-    name = args.served_model_name or engine.llm.config.model.model
-    template = None if args.chat_template is None else Path(args.chat_template).read_text(encoding="utf-8")
-    completion = OpenAIServingCompletion(engine, name, args.max_logprobs, metrics)
-    chat = OpenAIServingChat(engine, name, args.max_logprobs, metrics, template)
+    config, metrics, created = engine.llm.config, ServerMetrics(), int(time.time())
+    defaults = sampling_defaults(config.model.model, args.generation_config, args.override_generation_config)
+    if str(defaults):
+        logger.info("sampling of requests that do not say: %s (--generation-config vllm leaves it out)", defaults)
+    completion = OpenAIServingCompletion(engine, args, metrics, defaults)
+    chat = OpenAIServingChat(engine, args, metrics, defaults)
+    tokenization = OpenAIServingTokenization(chat)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -60,8 +75,12 @@ def build_app(engine: AsyncLLM, args: ServerArgs) -> FastAPI:
         api_key=args.api_key,
         metrics=metrics,
     )
-    config = engine.llm.config
-    card = ModelCard(id=name, created=created, root=config.model.model, max_model_len=config.model.max_model_len)
+    if not args.disable_log_requests:
+        app.add_middleware(RequestLog)
+    cards = {
+        name: ModelCard(id=name, created=created, root=config.model.model, max_model_len=config.model.max_model_len)
+        for name in completion.model_names
+    }
 
     @app.post("/v1/completions")
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
@@ -73,12 +92,24 @@ def build_app(engine: AsyncLLM, args: ServerArgs) -> FastAPI:
 
     @app.get("/v1/models")
     async def list_models() -> ModelList:
-        return ModelList(data=[card])
+        return ModelList(data=list(cards.values()))
 
     @app.get("/v1/models/{model:path}")
     async def retrieve_model(model: str) -> ModelCard:
         completion.check_model(model)
-        return card
+        return cards[model]
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> TokenizeResponse:
+        return await tokenization.create_tokenize(body)
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:
+        return await tokenization.create_detokenize(body)
+
+    @app.get("/version")
+    async def show_version() -> dict[str, str]:
+        return {"version": __version__}
 
     @app.get("/health")
     async def health() -> Response:
@@ -89,13 +120,17 @@ def build_app(engine: AsyncLLM, args: ServerArgs) -> FastAPI:
     @app.get("/metrics")
     async def show_metrics() -> Response:
         scheduler = engine.llm.core.scheduler
+        pool = scheduler.kv.pool
         gauges = {
+            "gpu_cache_usage_perc": 1 - pool.num_free_blocks / pool.num_blocks,
             "num_requests_running": len(scheduler.running),
             "num_requests_waiting": len(scheduler.waiting),
             "num_unfinished_samples": engine.num_unfinished_samples,
         }
         counters = {"num_preemptions_total": scheduler.num_preemptions, "requests_aborted_total": engine.num_aborted}
-        return PlainTextResponse(metrics.text(name, gauges, counters), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(
+            metrics.text(completion.model_names[0], gauges, counters), media_type="text/plain; version=0.0.4"
+        )
 
     return app
 
@@ -116,7 +151,8 @@ class ApiServer:
                 loop="asyncio",
                 lifespan="on",
                 log_config=None,
-                access_log=args.log_level == "debug",
+                log_level=args.uvicorn_log_level,
+                access_log=False,  # RequestLog has a line for each request
                 server_header=False,
                 limit_concurrency=args.max_connections,
                 timeout_graceful_shutdown=max(1, round(args.shutdown_timeout)),
@@ -157,7 +193,11 @@ def serve_in_background(llm: LLM, args: ServerArgs) -> Iterator[ApiServer]:
 
 def bind(host: str, port: int) -> socket.socket:
     """Return a bound socket that does not listen yet; OSError when the address cannot be bound."""
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except socket.gaierror as error:
+        raise OSError(error.errno, f"--host {host} is not an address of this machine: {error.strerror}") from error
+    family, _, _, _, address = found[0]
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a restart need not wait for old connections
@@ -172,16 +212,30 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Serve a checkpoint until SIGTERM or SIGINT; 1 when the engine has failed."""
-    server_args, engine_args = parse_args(argv)
+def main(argv: Sequence[str] | None = None, prog: str = "python -m vllm.entrypoints.openai.api_server") -> int:
+    """Serve a checkpoint until SIGTERM or SIGINT; 1 when the engine has failed, 2 when it cannot start as asked."""
+    server_args, engine_args, notes = parse_args(argv, prog)
     logging.basicConfig(
         level=server_args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
-    with bind(server_args.host, server_args.port) as listener:
-        llm = LLM(**vars(engine_args))
-        server = ApiServer(llm, server_args, listener)
-        listener.listen()  # from here on clients that connect wait for the app to start instead of being refused
+    if notes:
+        logger.info("taken without effect:\n  %s", "\n  ".join(notes))
+    with ExitStack() as stack:
+        try:
+            listener = stack.enter_context(bind(server_args.host, server_args.port))
+            if not Path(engine_args.model).is_dir():
+                raise ValueError(
+                    f"MODEL={engine_args.model} is not a directory: give one in Hugging Face form; "
+                    "python -m tools.download NAME --to DIR fetches it"
+                )
+            llm = LLM(**vars(engine_args))
+            server = ApiServer(llm, server_args, listener)
+            listener.listen()  # from here on clients that connect wait for the app to start instead of being refused
+        except (OSError, ValueError) as error:
+            logger.debug("the server cannot start", exc_info=True)
+            text = error.strerror if isinstance(error, OSError) and error.filename is None else None
+            print(f"{prog}: error: {text or error}", file=sys.stderr)
+            return 2
         logger.info("serving %s on %s", engine_args.model, server.url)
         for name in (signal.SIGTERM, signal.SIGINT):  # uvicorn handles them, and raises them again at its end
             signal.signal(name, lambda *_: None)

@@ -1,16 +1,68 @@
-"""The server's command line: every field of EngineArgs, and the server's own, each as --its-name."""
+"""The server's command line: the server's own arguments, every field of EngineArgs, and the rest of vLLM's options."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
+import os
+import re
+import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from vllm.engine.arg_utils import EngineArgs, option
+from vllm.engine.client_args import CLIENT_ARGS, ClientArg, take_client_args
+from vllm.reasoning import REASONING_PARSERS
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+SHORT_FORMS = {
+    "tensor_parallel_size": "-tp",
+    "data_parallel_size": "-dp",
+    "pipeline_parallel_size": "-pp",
+    "quantization": "-q",
+}
+
+_OPTION = re.compile(r"^--[\w-]+")
+_TLS = "the server speaks plain HTTP: put a proxy with TLS before it"
+_TOOLS = "tool calls are not supported"
+_BROWSERS = "pages of other origins cannot ask the server"
+_ADAPTERS = "adapters are not supported"
+
+# What vLLM's server takes and LLM does not.
+SERVER_ONLY: dict[str, ClientArg] = {
+    "disable_uvicorn_access_log": ClientArg(False, "disable_log_requests leaves out the line of a request", None, bool),
+    "max_log_len": ClientArg(None, "prompts are not logged", None, int),
+    "enable_reasoning": ClientArg(False, "reasoning_parser alone decides", None, bool),
+    "enable_prompt_tokens_details": ClientArg(False, "usage always has them", None, bool),
+    "disable_frontend_multiprocessing": ClientArg(False, "there is one process", None, bool),
+    "disable_fastapi_docs": ClientArg(False, "there are no such pages", None, bool),
+    "response_role": ClientArg("assistant", "answers come from the assistant"),
+    "chat_template_content_format": ClientArg("auto", "templates get contents as text", ("string",)),
+    "api_server_count": ClientArg(1, "there is one process", kind=int),
+    "config": ClientArg(None, "options come from the command line alone"),
+    "uds": ClientArg(None, "the server listens on host and port"),
+    "ssl_keyfile": ClientArg(None, _TLS),
+    "ssl_certfile": ClientArg(None, _TLS),
+    "ssl_ca_certs": ClientArg(None, _TLS),
+    "root_path": ClientArg(None, "paths have no prefix"),
+    "middleware": ClientArg(None, "code of users does not run in the server"),
+    "allow_credentials": ClientArg(False, _BROWSERS, kind=bool),
+    "allowed_origins": ClientArg(None, _BROWSERS),
+    "allowed_methods": ClientArg(None, _BROWSERS),
+    "allowed_headers": ClientArg(None, _BROWSERS),
+    "lora_modules": ClientArg(None, _ADAPTERS),
+    "prompt_adapters": ClientArg(None, _ADAPTERS),
+    "enable_auto_tool_choice": ClientArg(False, _TOOLS, kind=bool),
+    "tool_call_parser": ClientArg(None, _TOOLS),
+    "tool_parser_plugin": ClientArg(None, _TOOLS),
+    "return_tokens_as_token_ids": ClientArg(False, "log-probs name tokens by their text", kind=bool),
+    "enable_request_id_headers": ClientArg(False, "ids are in the bodies of responses", kind=bool),
+    "enable_server_load_tracking": ClientArg(False, "there is no /load; /metrics has the numbers", kind=bool),
+}
 
 
 @dataclass(frozen=True)
@@ -19,16 +71,41 @@ class ServerArgs:
 
     host: str = option("127.0.0.1", "address to listen on; others than this machine reach it only when you change this")
     port: int = option(8000, "port to listen on; 0 takes a free one and logs it")
-    served_model_name: str | None = option(None, "the model's name in requests and responses; default: --model")
-    chat_template: str | None = option(None, "file of a Jinja chat template, instead of the tokenizer's own")
-    api_key: str | None = option(None, "clients must send it as a bearer token; default: no key is needed")
+    served_model_name: Sequence[str] | None = option(
+        None, "the model's names in requests, the first also in responses; default: MODEL"
+    )
+    chat_template: str | None = option(
+        None, "Jinja chat template, a file or in braces the text itself, instead of the tokenizer's own"
+    )
+    reasoning_parser: str | None = option(
+        None, f"return the thought as reasoning_content: {', '.join(REASONING_PARSERS)}"
+    )
+    generation_config: str = option(
+        "auto", "where defaults of sampling come from: auto (MODEL/generation_config.json), vllm (none) or a directory"
+    )
+    override_generation_config: str | None = option(None, "further defaults of sampling, as a JSON object")
+    api_key: str | None = option(
+        None, "clients must send it as a bearer token; default: VLLM_API_KEY, else none is needed"
+    )
     max_queue_size: int = option(1024, "unfinished samples at once, running and waiting; more are answered 429")
     max_connections: int = option(1024, "open connections at once; more are answered 503")
     max_body_bytes: int = option(4 * 2**20, "larger request bodies are answered 413")
     max_logprobs: int = option(20, "most log-probs of a position that a request may ask for")
     request_timeout: float = option(30.0, "seconds to send a request's head, to send its body, and to read a response")
     shutdown_timeout: float = option(5.0, "seconds that running requests get to finish after SIGTERM or SIGINT")
-    log_level: str = option("info", "debug, info, warning or error")
+    disable_log_requests: bool = option(False, "do not log a line for each request")
+    log_level: str = option("info", "debug, info, warning or error; with debug, problems come with a traceback")
+    uvicorn_log_level: str = option("info", "the same for the HTTP server alone, and trace or critical")
+
+    def model_names(self, model: str) -> list[str]:
+        """The names of the model, which is in directory `model`."""
+        names = self.served_model_name or [model]
+        return [names] if isinstance(names, str) else list(names)
+
+    def template(self) -> str | None:
+        """The text of the chat template; OSError for a file that cannot be read."""
+        given = self.chat_template
+        return given if given is None or "{" in given else Path(given).read_text(encoding="utf-8")
 
     def problems(self) -> list[str]:
         """Every problem, empty when the server can start."""
@@ -41,40 +118,119 @@ class ServerArgs:
         for name in ("max_logprobs", "shutdown_timeout"):
             if getattr(self, name) < 0:
                 problems.append(f"{name}={getattr(self, name)} must not be negative")
-        if self.chat_template is not None and not Path(self.chat_template).is_file():
+        if self.chat_template is not None and "{" not in self.chat_template and not Path(self.chat_template).is_file():
             problems.append(f"chat_template={self.chat_template!r} is not a file")
-        if self.log_level not in ("debug", "info", "warning", "error"):
-            problems.append(f"log_level={self.log_level!r} is unknown, expected debug, info, warning or error")
+        choices = {
+            "log_level": LOG_LEVELS,
+            "uvicorn_log_level": ("trace", *LOG_LEVELS, "critical"),
+            "reasoning_parser": (None, *REASONING_PARSERS),
+        }
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                expected = ", ".join(one for one in known if one is not None)
+                problems.append(f"{name}={getattr(self, name)!r} is unknown, expected one of: {expected}")
         return problems
 
 
-def parse_args(argv: Sequence[str] | None = None) -> tuple[ServerArgs, EngineArgs]:
-    """Parse the command line; exits with a message that lists every problem of the server's arguments."""
-    parser = argparse.ArgumentParser(
-        prog="python -m vllm.entrypoints.openai.api_server",
-        description="Serves a checkpoint under OpenAI's HTTP interface.",
+def parse_args(
+    argv: Sequence[str] | None = None, prog: str = "python -m vllm.entrypoints.openai.api_server"
+) -> tuple[ServerArgs, EngineArgs, list[str]]:
+    """Parse the command line; the last item is a note on each option that has no effect.
+
+    Exits with status 2 and a message that lists every problem of the arguments.
+    """
+    parser = _Parser(
+        prog=prog,
+        usage=f"{prog} MODEL [option ...]",
+        description="Serves the model in directory MODEL under OpenAI's HTTP interface.",
+        allow_abbrev=False,
     )
     _add_fields(parser.add_argument_group("server"), ServerArgs)
     _add_fields(parser.add_argument_group("engine (EngineArgs)"), EngineArgs)
-    given = vars(parser.parse_args(argv))
-    server = ServerArgs(**{one.name: given[one.name] for one in dataclasses.fields(ServerArgs)})
-    engine = EngineArgs(**{one.name: given[one.name] for one in dataclasses.fields(EngineArgs)})
-    problems = server.problems()
-    if engine.skip_tokenizer_init:
-        problems.append("skip_tokenizer_init: the server needs the tokenizer")
+    others = {name: known for name, known in {**CLIENT_ARGS, **SERVER_ONLY}.items() if name not in _fields(ServerArgs)}
+    _add_client_args(parser.add_argument_group("options of vLLM that change nothing here, or are refused"), others)
+    words = sys.argv[1:] if argv is None else argv
+    parsed, rest = parser.parse_known_args(
+        [_OPTION.sub(lambda name: name[0].replace("_", "-"), word) for word in words]
+    )
+    given = vars(parsed)
+    given["model"], problems = _model(given["model"], rest, parser)
+    given["api_key"] = given["api_key"] or os.environ.get("VLLM_API_KEY")
+    server = ServerArgs(**{name: given[name] for name in _fields(ServerArgs)})
+    engine = EngineArgs(**{name: given[name] for name in _fields(EngineArgs)})
+    problems += server.problems()
+    problems += _engine_problems(engine)
+    notes = [
+        f"{name}={given[name]!r}: {one.reason}" for name, one in others.items() if _has_no_effect(given[name], one)
+    ]
+    try:
+        take_client_args({name: given[name] for name in others}, others)
+    except ValueError as error:
+        problems += [line.removeprefix("  - ") for line in str(error).splitlines()[1:]]
     if problems:
-        parser.error("; ".join(problems))
-    return server, engine
+        parser.error(problems[0] if len(problems) == 1 else "".join(f"\n  - {problem}" for problem in problems))
+    return server, engine, notes
+
+
+def _model(model: str | None, rest: Sequence[str], parser: argparse.ArgumentParser) -> tuple[str, list[str]]:
+    """The model, given as --model or alone, and what is wrong with the words that belong to no option."""
+    unknown = [word.partition("=")[0] for word in rest if word.startswith("-")]
+    problems = []
+    for name in unknown:
+        close = difflib.get_close_matches(name, parser._option_string_actions, n=1, cutoff=0.75)
+        problems.append(f"{name} is not an option" + (f", did you mean {close[0]}?" if close else ""))
+    if unknown:  # the other words may be their values
+        return model or "", problems
+    models = list(dict.fromkeys([*rest, *([] if model is None else [model])]))
+    if not models:
+        problems.append("there is no MODEL: give its directory")
+    elif len(models) > 1:
+        problems.append(f"there is more than one MODEL: {', '.join(models)}")
+    return "".join(models[:1]), problems
+
+
+def _engine_problems(engine: EngineArgs) -> list[str]:
+    """What the engine can do and the server cannot."""
+    problems = ["skip_tokenizer_init: the server needs the tokenizer"] if engine.skip_tokenizer_init else []
+    for name in ("tensor_parallel_size", "data_parallel_size"):
+        if (size := getattr(engine, name)) not in (None, 1):
+            problems.append(f"{name}={size}: the server runs a model in one process, on one device")
+    return problems
+
+
+def _has_no_effect(value: Any, known: ClientArg) -> bool:
+    """Whether an option was given, with a value that is accepted and changes nothing."""
+    return value is not None and (known.accepted is None or value in known.accepted)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Without the usage, which is pages long and would hide the message."""
+        self.exit(2, f"{self.prog}: error: {message}\n(--help lists all options)\n")
+
+
+def _fields(owner: type[ServerArgs] | type[EngineArgs]) -> list[str]:
+    return [one.name for one in dataclasses.fields(owner)]
 
 
 def _add_fields(group: argparse._ArgumentGroup, owner: type[ServerArgs] | type[EngineArgs]) -> None:
     hints = get_type_hints(owner)
     for one in dataclasses.fields(owner):
-        is_required = one.default is MISSING
-        options: dict[str, Any] = {"required": True} if is_required else {"default": one.default}
-        text = one.metadata.get("help", "")
-        options["help"] = text if is_required or one.default is None else f"{text} (default: %(default)s)"
-        group.add_argument("--" + one.name.replace("_", "-"), **options, **_form(hints[one.name]))
+        default = None if one.default is MISSING else one.default
+        text = one.metadata.get("help", "the model's directory, like MODEL")
+        shown = text if default is None else f"{text} (default: %(default)s)"
+        group.add_argument(*_names(one.name), default=default, help=shown, **_form(hints[one.name]))
+
+
+def _add_client_args(group: argparse._ArgumentGroup, known: Mapping[str, ClientArg]) -> None:
+    for name, one in known.items():
+        text = one.reason if one.accepted is None else f"{one.reason} (taken: {one.default})"
+        group.add_argument(*_names(name), default=None, help=text, **_form(one.kind))
+
+
+def _names(name: str) -> list[str]:
+    short = SHORT_FORMS.get(name)
+    return [*([] if short is None else [short]), "--" + name.replace("_", "-")]
 
 
 def _form(hint: Any) -> dict[str, Any]:

@@ -6,8 +6,10 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from vllm.entrypoints.openai.protocol import ErrorInfo, ErrorResponse
+from vllm.entrypoints.openai.request_log import note
 from vllm.v1.engine.async_llm import QueueFullError
 
 MAX_PROBLEMS = 5
@@ -41,6 +43,12 @@ class ApiError(Exception):
         return Response(self.body(), self.status, headers, media_type="application/json")
 
 
+def respond(error: ApiError, scope: Scope) -> Response:
+    """The response, with its message in the line of the log as well."""
+    note(scope, str(error))
+    return error.response()
+
+
 def to_api_error(error: Exception) -> ApiError:
     """Map an engine's exception to a response: a client's mistake is 400, a full queue 429, the engine's state 503."""
     if isinstance(error, ApiError):
@@ -59,23 +67,29 @@ def add_error_handlers(app: FastAPI) -> None:
 
     async def answer(request: Request, error: Exception) -> Response:
         if isinstance(error, ApiError):
-            return error.response()
+            return respond(error, request.scope)
         if isinstance(error, HTTPException):
             where = f"{request.method} {request.url.path[:200]}"
-            return ApiError(error.status_code, f"{where}: {error.detail}").response()
+            return respond(ApiError(error.status_code, f"{where}: {error.detail}"), request.scope)
         if not isinstance(error, RequestValidationError):
-            return ApiError(500, f"{type(error).__name__}: {error}").response()
+            return respond(ApiError(500, f"{type(error).__name__}: {error}"), request.scope)
         problems = error.errors()
         texts = [_problem(problem["loc"], problem["msg"]) for problem in problems[:MAX_PROBLEMS]]
         if len(problems) > MAX_PROBLEMS:
             texts.append(f"and {len(problems) - MAX_PROBLEMS} more")
-        names = [part for part in problems[0]["loc"][1:] if isinstance(part, str)] if problems else []
-        return ApiError(400, "; ".join(texts), param=names[0] if names else None).response()
+        names = [part for part in _fields(problems[0]["loc"]) if isinstance(part, str)] if problems else []
+        return respond(ApiError(400, "; ".join(texts), param=names[0] if names else None), request.scope)
 
     for kind in (ApiError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, answer)
 
 
 def _problem(where: tuple[int | str, ...], text: str) -> str:
-    path = ".".join(str(part) for part in where[1:])
+    path = ".".join(map(str, _fields(where)))
+    text = text.removeprefix("Value error, ")
     return f"{path}: {text}" if path else text
+
+
+def _fields(where: tuple[int | str, ...]) -> list[int | str]:
+    """The place in the body, without the tag of a kind of body."""
+    return [part for part in where[1:] if not str(part).startswith("<")]

@@ -10,7 +10,7 @@ import h11
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from vllm.entrypoints.openai.errors import ApiError
+from vllm.entrypoints.openai.errors import ApiError, respond
 from vllm.entrypoints.openai.metrics import ServerMetrics
 
 # A client that is still writing its body does not read the response, and closing the connection may lose the response.
@@ -20,7 +20,7 @@ DRAIN_S = 5.0
 
 
 class RequestLimits:
-    """ASGI middleware, outermost. Reads the whole body before the app sees the request.
+    """ASGI middleware. Reads the whole body before the app sees the request.
 
     401 without the key (paths under /v1), 413 for a body beyond `max_body_bytes`, 408 for one that takes longer than
     `timeout_s`.
@@ -41,7 +41,7 @@ class RequestLimits:
             self._check_key(scope)
             body = await self._read(scope, receive)
         except ApiError as error:
-            await error.response()(scope, receive, send)
+            await respond(error, scope)(scope, receive, send)
             return
         if body is None:
             return  # the client left

@@ -9,7 +9,17 @@ from __future__ import annotations
 import difflib
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StrictStr, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    SerializerFunctionWrapHandler,
+    StrictStr,
+    Tag,
+    model_serializer,
+    model_validator,
+)
 
 MAX_STOPS = 16
 # What the engine's arrays hold.
@@ -25,12 +35,29 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class GenerationRequest(BaseModel):
-    """The fields of both kinds of completion; None means the default of the engine's SamplingParams."""
+class RequestBody(BaseModel):
+    """A JSON object without unknown fields."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     model: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_fields(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            raise ValueError("the body must be a JSON object")
+        for name in body:
+            if name not in cls.model_fields:
+                close = difflib.get_close_matches(name[:100], cls.model_fields, n=1)
+                hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(cls.model_fields)}"
+                raise ValueError(f"this server does not know the field {name[:100]!r}; {hint}")
+        return body
+
+
+class GenerationRequest(RequestBody):
+    """The fields of both kinds of completion; None means the server's default (`generation_config`)."""
+
     max_tokens: Int64 | None = None
     n: Int64 | None = Field(None, ge=1)
     temperature: Float32 | None = None
@@ -53,6 +80,8 @@ class GenerationRequest(BaseModel):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    prompt_logprobs: Int64 | None = Field(None, ge=0)
     add_special_tokens: bool | None = None
     priority: Int64 = 0
     # OpenAI's fields that describe the caller: accepted, without effect on the response
@@ -63,22 +92,12 @@ class GenerationRequest(BaseModel):
     store: bool | None = None
     user: str | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _known_fields(cls, body: Any) -> Any:
-        if not isinstance(body, dict):
-            raise ValueError("the body must be a JSON object")
-        for name in body:
-            if name not in cls.model_fields:
-                close = difflib.get_close_matches(name[:100], cls.model_fields, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(cls.model_fields)}"
-                raise ValueError(f"this server does not know the field {name[:100]!r}; {hint}")
-        return body
-
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is only for stream=true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs is not for stream=true")
         return self
 
 
@@ -121,24 +140,18 @@ class ResponseFormat(BaseModel):
     type: Literal["text"]
 
 
-class ChatCompletionRequest(GenerationRequest):
-    """Body of /v1/chat/completions."""
+class Conversation(RequestBody):
+    """Messages that a chat template makes a prompt of; `chat_template` is the text of another than the server's."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0)
-    response_format: ResponseFormat | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    add_special_tokens: bool | None = None
 
     @model_validator(mode="after")
-    def _supported(self) -> Self:
-        if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs=true")
-        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
-            raise ValueError("max_tokens and max_completion_tokens differ: give one of them")
+    def _one_end(self) -> Self:
         if (
             self.continue_final_message
             and "add_generation_prompt" in self.model_fields_set
@@ -146,6 +159,64 @@ class ChatCompletionRequest(GenerationRequest):
         ):
             raise ValueError("continue_final_message and add_generation_prompt exclude each other")
         return self
+
+
+class ChatCompletionRequest(Conversation, GenerationRequest):
+    """Body of /v1/chat/completions."""
+
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0)
+    response_format: ResponseFormat | None = None
+
+    @model_validator(mode="after")
+    def _supported(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs=true")
+        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
+            raise ValueError("max_tokens and max_completion_tokens differ: give one of them")
+        return self
+
+
+class TokenizeCompletionRequest(RequestBody):
+    """Body of /tokenize with a text."""
+
+    prompt: StrictStr
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+
+
+class TokenizeChatRequest(Conversation):
+    """Body of /tokenize with a conversation."""
+
+    return_token_strs: bool = False
+
+
+def _kind_of_tokenize(body: Any) -> str:
+    return "<chat>" if isinstance(body, dict) and "messages" in body else "<text>"
+
+
+TokenizeRequest = Annotated[
+    Annotated[TokenizeCompletionRequest, Tag("<text>")] | Annotated[TokenizeChatRequest, Tag("<chat>")],
+    Discriminator(_kind_of_tokenize),
+]
+
+
+class TokenizeResponse(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(RequestBody):
+    """Body of /detokenize."""
+
+    tokens: TokenIds
+
+
+class DetokenizeResponse(BaseModel):
+    prompt: str
 
 
 class ErrorInfo(BaseModel):
@@ -200,9 +271,21 @@ class Answer(BaseModel):
     usage: UsageInfo | None = None
 
 
+class PromptLogprob(BaseModel):
+    """vLLM's form of a log-prob; rank 1 is the most likely token."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]  # per token, by token id; None for the first
+
+
 class CompletionChoice(Choice):
     text: str
     logprobs: CompletionLogProbs | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class CompletionResponse(Answer):
@@ -227,8 +310,23 @@ class ChoiceLogprobs(BaseModel):
 
 
 class AssistantMessage(BaseModel):
-    role: Literal["assistant"] | None = "assistant"
+    """What a model wrote; `reasoning_content` is its thought, with a reasoning parser."""
+
+    role: Literal["assistant"] = "assistant"
+    reasoning_content: str | None = None
     content: str | None = None
+
+
+class DeltaMessage(BaseModel):
+    """What a chunk adds to a message; clients look at which keys there are."""
+
+    role: Literal["assistant"] | None = None
+    reasoning_content: str | None = None
+    content: str | None = None
+
+    @model_serializer(mode="wrap")
+    def _present(self, dump: SerializerFunctionWrapHandler) -> dict[str, str]:
+        return {name: text for name, text in dump(self).items() if text is not None}
 
 
 class ChatChoice(Choice):
@@ -239,10 +337,11 @@ class ChatChoice(Choice):
 class ChatCompletionResponse(Answer):
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class ChatStreamChoice(Choice):
-    delta: AssistantMessage
+    delta: DeltaMessage
     logprobs: ChoiceLogprobs | None = None
 
 

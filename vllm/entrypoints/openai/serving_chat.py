@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +12,8 @@ from fastapi import Request
 from fastapi.responses import Response
 from pydantic import BaseModel
 
+from vllm.entrypoints.chat_utils import conversation_prompt
+from vllm.entrypoints.openai.cli_args import ServerArgs
 from vllm.entrypoints.openai.errors import ApiError
 from vllm.entrypoints.openai.metrics import ServerMetrics
 from vllm.entrypoints.openai.protocol import (
@@ -22,83 +26,135 @@ from vllm.entrypoints.openai.protocol import (
     ChatStreamChoice,
     Choice,
     ChoiceLogprobs,
+    Conversation,
+    DeltaMessage,
     PositionLogprobs,
+    PromptLogprobs,
     TokenLogprob,
     UsageInfo,
 )
-from vllm.entrypoints.openai.serving_engine import AnswerBuilder, OpenAIServing, finite, unless_client_leaves
+from vllm.entrypoints.openai.sampling_defaults import SamplingDefaults
+from vllm.entrypoints.openai.serving_engine import (
+    AnswerBuilder,
+    OpenAIServing,
+    finite,
+    prompt_logprobs,
+    unless_client_leaves,
+)
 from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.reasoning import REASONING_PARSERS, DeepSeekR1ReasoningParser
+from vllm.v1.engine.async_llm import AsyncLLM, RequestOutputCollector
 
 
 class OpenAIServingChat(OpenAIServing):
-    """Answers conversations, rendered by `chat_template` or else the tokenizer's own."""
+    """Answers conversations, rendered by the server's `chat_template` or else the tokenizer's own."""
 
-    def __init__(
-        self, engine: AsyncLLM, model_name: str, max_logprobs: int, metrics: ServerMetrics, chat_template: str | None
-    ) -> None:
-        super().__init__(engine, model_name, max_logprobs, metrics)
-        self.chat_template = chat_template
+    def __init__(self, engine: AsyncLLM, args: ServerArgs, metrics: ServerMetrics, defaults: SamplingDefaults) -> None:
+        super().__init__(engine, args, metrics, defaults)
+        self.chat_template = args.template()
+        self.parser = None if args.reasoning_parser is None else REASONING_PARSERS[args.reasoning_parser]
         self._renderer_names = set(inspect.signature(self.tokenizer.apply_chat_template).parameters)
+        special = set(self.tokenizer.all_special_tokens)
+        # Texts lack special tokens. When a tag is one, the engine leaves all of them in, and the others go here.
+        self._has_special_tags = self.parser is not None and bool(special & set(self.parser.tags))
+        others = special - set(self.parser.tags) if self.parser is not None else special
+        self._special_tokens = re.compile("|".join(map(re.escape, sorted(others, key=len, reverse=True))) or "(?!)")
 
     async def create_chat_completion(self, body: ChatCompletionRequest, request: Request) -> Response:
         self.check_model(body.model)
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         params = self.sampling_params(body, max_tokens, (body.top_logprobs or 0) if body.logprobs else None)
-        prompt = await self.off_loop(lambda: self._prompt(body))
+        hidden = None
+        if self._has_special_tags and params.skip_special_tokens:
+            params, hidden = dataclasses.replace(params, skip_special_tokens=False), self._special_tokens
+        text = await self.off_loop(lambda: self.render(body))
+        prompt = await self.off_loop(lambda: self.encode(text, bool(body.add_special_tokens)))
+        self.check_length([prompt], None if max_tokens is None else params.max_tokens)
         collector = await unless_client_leaves(request, self.submit("chatcmpl", [prompt], params, body.priority))
-        return await _ChatAnswer(self, body, collector, [prompt]).respond(request)
+        parsers: list[DeepSeekR1ReasoningParser] = []
+        if self.parser is not None:
+            continued = str(_message(body.messages[-1]).get("content", "")) if body.continue_final_message else text
+            parsers = [self.parser(continued) for _ in range(params.n)]
+        return await _ChatAnswer(self, body, collector, prompt, parsers, hidden).respond(request)
 
-    def _prompt(self, body: ChatCompletionRequest) -> list[int]:
-        """The conversation as tokens; runs on the tokenizer's thread."""
-        if self.chat_template is None and self.tokenizer.chat_template is None:
+    def render(self, body: Conversation) -> str:
+        """The conversation as text, the special tokens included; runs on the tokenizer's thread."""
+        template = self.chat_template if body.chat_template is None else body.chat_template
+        if template is None and self.tokenizer.chat_template is None:
             raise ApiError(
                 400,
-                f"the tokenizer of {self.model_name!r} has no chat template: use /v1/completions, or start the server "
-                "with --chat-template FILE",
+                f"the tokenizer of {self.model_names[0]!r} has no chat template: use /v1/completions, or start the "
+                "server with --chat-template FILE",
             )
         extra = body.chat_template_kwargs or {}
         taken = sorted(self._renderer_names & set(extra))
         if taken:
             raise ApiError(400, f"chat_template_kwargs must not hold {', '.join(taken)}", "chat_template_kwargs")
         try:
-            text = self.tokenizer.apply_chat_template(
+            return conversation_prompt(
+                self.tokenizer,
                 [_message(message) for message in body.messages],
-                chat_template=self.chat_template,
-                add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+                template,
+                add_generation_prompt=body.add_generation_prompt,
                 continue_final_message=body.continue_final_message,
-                tokenize=False,
                 **extra,
             )
-        except Exception as error:  # whatever a template raises about messages that it refuses
-            raise ApiError(400, f"the chat template does not take these messages: {error}", "messages") from error
-        # The template writes the special tokens itself.
-        return self.encode(str(text), bool(body.add_special_tokens))
+        except ValueError as error:
+            raise ApiError(400, str(error), "messages") from error
 
 
 class _ChatAnswer(AnswerBuilder[ChatCompletionRequest]):
     """The choices of one conversation; in a stream the first chunk of each has the role."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(
+        self,
+        serving: OpenAIServingChat,
+        body: ChatCompletionRequest,
+        collector: RequestOutputCollector,
+        prompt: list[int],
+        parsers: Sequence[DeepSeekR1ReasoningParser],
+        hidden: re.Pattern[str] | None,
+    ) -> None:
+        super().__init__(serving, body, collector, [prompt])
+        self._parsers, self._hidden = parsers, hidden
         self._started: set[int] = set()
+        self._prompt_logprobs: PromptLogprobs | None = None
 
-    def choice(self, prompt: int, output: RequestOutput, sample: CompletionOutput) -> Choice:
-        common: dict[str, Any] = {
-            "index": sample.index,
+    def choices(self, prompt: int, output: RequestOutput, sample: CompletionOutput) -> list[Choice]:
+        self._prompt_logprobs = prompt_logprobs(self.body, output)
+        thought, text = self._divided(sample)
+        last: dict[str, Any] = {
             "logprobs": self._logprobs(sample),
             "finish_reason": sample.finish_reason,
             "stop_reason": sample.stop_reason,
         }
         if not self.body.stream:
-            return ChatChoice(**common, message=AssistantMessage(content=sample.text))
+            # As vLLM has it: an answer that never begins is null.
+            content = (text or None) if self._parsers else text
+            message = AssistantMessage(content=content, reasoning_content=thought)
+            return [ChatChoice(index=sample.index, **last, message=message)]
         role: Any = None if sample.index in self._started else "assistant"
         self._started.add(sample.index)
-        return ChatStreamChoice(**common, delta=AssistantMessage(role=role, content=sample.text))
+        if thought and text:  # clients look for one of them in a chunk
+            first = ChatStreamChoice(index=sample.index, delta=DeltaMessage(role=role, reasoning_content=thought))
+            return [first, ChatStreamChoice(index=sample.index, **last, delta=DeltaMessage(content=text))]
+        is_answer = thought is None or (not thought and self._parsers[sample.index].is_answering)
+        delta = DeltaMessage(role=role, **{"content" if is_answer else "reasoning_content": thought or text})
+        return [ChatStreamChoice(index=sample.index, **last, delta=delta)]
+
+    def _divided(self, sample: CompletionOutput) -> tuple[str | None, str]:
+        """What is new of the thought, None without a reasoning parser, and of the answer."""
+        text = sample.text if self._hidden is None else self._hidden.sub("", sample.text)
+        if not self._parsers:
+            return None, text
+        return self._parsers[sample.index].extract(text, sample.finish_reason is not None)
 
     def message(self, choices: Sequence[Any], usage: UsageInfo | None) -> BaseModel:
-        form = ChatCompletionStreamResponse if self.body.stream else ChatCompletionResponse
-        return form(**self.head(), choices=list(choices), usage=usage)
+        if self.body.stream:
+            return ChatCompletionStreamResponse(**self.head(), choices=list(choices), usage=usage)
+        whole = ChatCompletionResponse(**self.head(), choices=list(choices), usage=usage)
+        whole.prompt_logprobs = self._prompt_logprobs
+        return whole
 
     def _logprobs(self, sample: CompletionOutput) -> ChoiceLogprobs | None:
         if sample.top_logprobs is None:

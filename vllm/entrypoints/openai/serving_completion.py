@@ -19,9 +19,17 @@ from vllm.entrypoints.openai.protocol import (
     CompletionResponse,
     UsageInfo,
 )
-from vllm.entrypoints.openai.serving_engine import AnswerBuilder, OpenAIServing, finite, unless_client_leaves
+from vllm.entrypoints.openai.serving_engine import (
+    AnswerBuilder,
+    OpenAIServing,
+    finite,
+    prompt_logprobs,
+    unless_client_leaves,
+)
 from vllm.outputs import CompletionOutput, Logprob, RequestOutput
 from vllm.v1.engine.async_llm import RequestOutputCollector
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
 class OpenAIServingCompletion(OpenAIServing):
@@ -29,12 +37,16 @@ class OpenAIServingCompletion(OpenAIServing):
 
     async def create_completion(self, body: CompletionRequest, request: Request) -> Response:
         self.check_model(body.model)
-        params = self.sampling_params(body, 16 if body.max_tokens is None else body.max_tokens, body.logprobs)
+        max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        params = self.sampling_params(body, max_tokens, body.logprobs)
         if body.echo and body.logprobs is not None:
             if body.stream:
                 raise ApiError(400, "echo with logprobs is not supported for stream=true", "echo")
+            if body.prompt_logprobs not in (None, body.logprobs):
+                raise ApiError(400, "with echo, logprobs and prompt_logprobs must be the same", "prompt_logprobs")
             params = dataclasses.replace(params, prompt_logprobs=body.logprobs)
         prompts = await self.off_loop(lambda: self._prompts(body))
+        self.check_length(prompts, params.max_tokens)
         echoes = await self.off_loop(lambda: self._echoes(body, prompts))
         collector = await unless_client_leaves(request, self.submit("cmpl", prompts, params, body.priority))
         return await _CompletionAnswer(self, body, collector, prompts, echoes).respond(request)
@@ -82,7 +94,7 @@ class _CompletionAnswer(AnswerBuilder[CompletionRequest]):
         self._echoes = echoes
         self._offsets: dict[int, int] = {}  # characters of a choice's tokens so far, of those that were streamed
 
-    def choice(self, prompt: int, output: RequestOutput, sample: CompletionOutput) -> Choice:
+    def choices(self, prompt: int, output: RequestOutput, sample: CompletionOutput) -> list[Choice]:
         index = prompt * self.num_samples + sample.index
         echo = "" if index in self._offsets else self._echoes[prompt]
         offset = self._offsets.setdefault(index, 0)
@@ -92,13 +104,15 @@ class _CompletionAnswer(AnswerBuilder[CompletionRequest]):
             shown = [*output.prompt_token_ids[: len(of_prompt)], *sample.token_ids]
             logprobs = self._logprobs(shown, [*of_prompt, *sample.top_logprobs], offset or len(echo) * (not of_prompt))
             self._offsets[index] = logprobs.text_offset[-1] + len(logprobs.tokens[-1])
-        return CompletionChoice(
+        choice = CompletionChoice(
             index=index,
             text=echo + sample.text,
             logprobs=logprobs,
             finish_reason=sample.finish_reason,
             stop_reason=sample.stop_reason,
+            prompt_logprobs=prompt_logprobs(self.body, output),
         )
+        return [choice]
 
     def message(self, choices: Sequence[Any], usage: UsageInfo | None) -> BaseModel:
         return CompletionResponse(**self.head(), choices=list(choices), usage=usage)

@@ -7,6 +7,7 @@ import copy
 import time
 import uuid
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -17,9 +18,19 @@ from pydantic import BaseModel
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from vllm.entrypoints.openai.cli_args import ServerArgs
 from vllm.entrypoints.openai.errors import ApiError, to_api_error
 from vllm.entrypoints.openai.metrics import ServerMetrics
-from vllm.entrypoints.openai.protocol import Choice, GenerationRequest, PromptTokensDetails, UsageInfo
+from vllm.entrypoints.openai.protocol import (
+    Choice,
+    GenerationRequest,
+    PromptLogprob,
+    PromptLogprobs,
+    PromptTokensDetails,
+    UsageInfo,
+)
+from vllm.entrypoints.openai.request_log import note
+from vllm.entrypoints.openai.sampling_defaults import SamplingDefaults
 from vllm.inputs import TokensPrompt
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -35,7 +46,7 @@ Body = TypeVar("Body", bound=GenerationRequest)
 SAMPLING_FIELDS = (
     "n", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
     "logit_bias", "bad_words", "allowed_token_ids", "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos",
-    "include_stop_str_in_output", "skip_special_tokens",
+    "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "prompt_logprobs",
 )  # fmt: skip
 LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have
 
@@ -43,8 +54,10 @@ LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have
 class OpenAIServing:
     """One engine as the handlers see it."""
 
-    def __init__(self, engine: AsyncLLM, model_name: str, max_logprobs: int, metrics: ServerMetrics) -> None:
-        self.engine, self.model_name, self.max_logprobs, self.metrics = engine, model_name, max_logprobs, metrics
+    def __init__(self, engine: AsyncLLM, args: ServerArgs, metrics: ServerMetrics, defaults: SamplingDefaults) -> None:
+        self.engine, self.max_logprobs, self.metrics, self.defaults = engine, args.max_logprobs, metrics, defaults
+        self.model_names = args.model_names(engine.llm.config.model.model)
+        self.max_model_len = engine.llm.config.model.max_model_len
         # The engine's thread decodes with its own copy: a tokenizer is not thread-safe.
         self.tokenizer: PreTrainedTokenizerBase = copy.deepcopy(engine.llm.get_tokenizer())
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
@@ -54,16 +67,19 @@ class OpenAIServing:
         self._tokenizing.shutdown(wait=False, cancel_futures=True)
 
     def check_model(self, name: str | None) -> None:
-        if name not in (None, self.model_name):
-            raise ApiError(
-                404, f"the model {name!r} is not served here, {self.model_name!r} is", "model", "model_not_found"
-            )
+        if name not in (None, *self.model_names):
+            known = " and ".join(map(repr, self.model_names))
+            raise ApiError(404, f"the model {name!r} is not served here; it serves {known}", "model", "model_not_found")
 
     def sampling_params(self, body: GenerationRequest, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """Return the sampling parameters of a request; ApiError for a value that the engine refuses."""
-        if logprobs is not None and logprobs > self.max_logprobs:
-            raise ApiError(400, f"logprobs={logprobs} exceeds the server's limit of {self.max_logprobs}", "logprobs")
-        given: dict[str, Any] = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
+        for name, count in (("logprobs", logprobs), ("prompt_logprobs", body.prompt_logprobs)):
+            if count is not None and count > self.max_logprobs:
+                raise ApiError(400, f"{name}={count} exceeds the server's limit of {self.max_logprobs}", name)
+        asked = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
+        given: dict[str, Any] = self.defaults.values | asked
+        if self.defaults.max_tokens is not None:
+            max_tokens = min(self.defaults.max_tokens, max_tokens or self.defaults.max_tokens)
         if isinstance(given.get("logit_bias"), dict):
             given["logit_bias"] = _token_keys(given["logit_bias"])
         kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
@@ -71,6 +87,18 @@ class OpenAIServing:
             return SamplingParams(**given, max_tokens=max_tokens, logprobs=logprobs, output_kind=kind)
         except (ValueError, TypeError) as error:
             raise ApiError(400, str(error)) from error
+
+    def check_length(self, prompts: Sequence[list[int]], max_tokens: int | None) -> None:
+        """ApiError when a prompt with `max_tokens` more would exceed the context; None takes what is left of it."""
+        longest = max(map(len, prompts))
+        if max_tokens is not None and longest + max_tokens > self.max_model_len:
+            raise ApiError(
+                400,
+                f"the context of this model is {self.max_model_len} tokens (--max-model-len), and this request needs "
+                f"{longest + max_tokens}: {longest} tokens of the prompt and max_tokens={max_tokens}; shorten either",
+                "max_tokens",
+                "context_length_exceeded",
+            )
 
     async def off_loop(self, call: Callable[[], Result]) -> Result:
         """Run work on the tokenizer outside of the event loop, one piece at a time."""
@@ -116,10 +144,11 @@ class AnswerBuilder(ABC, Generic[Body]):
         self.serving, self.body, self.collector = serving, body, collector
         self.num_samples, self.created = body.n or 1, int(time.time())
         self._prompt_tokens, self._completion_tokens, self._cached_tokens = sum(map(len, prompts)), 0, 0
+        self._finished: Counter[str] = Counter()  # samples by finish reason
 
     @abstractmethod
-    def choice(self, prompt: int, output: RequestOutput, sample: CompletionOutput) -> Choice:
-        """The choice of one sample, whole or what is new of it."""
+    def choices(self, prompt: int, output: RequestOutput, sample: CompletionOutput) -> list[Choice]:
+        """The choice of one sample, whole or what is new of it, in a stream in one or more chunks."""
 
     @abstractmethod
     def message(self, choices: Sequence[Choice], usage: UsageInfo | None) -> BaseModel:
@@ -127,18 +156,23 @@ class AnswerBuilder(ABC, Generic[Body]):
 
     def head(self) -> dict[str, Any]:
         """The fields that all chunks of an answer have in common."""
-        return {"id": self.collector.name, "created": self.created, "model": self.serving.model_name}
+        return {"id": self.collector.name, "created": self.created, "model": self.serving.model_names[0]}
 
     async def respond(self, request: Request) -> Response:
         """The response to the client, during which the engine works; its requests end with it, however it ends."""
-        engine, collector = self.serving.engine, self.collector
         if self.body.stream:
-            return EventStream(self._events(), lambda: engine.abort(collector))
+            return EventStream(self._events(), lambda: self._end(request))
         try:
             answer = await unless_client_leaves(request, self._whole())
         finally:
-            engine.abort(collector)
+            self._end(request)
         return Response(answer.model_dump_json(), media_type="application/json")
+
+    def _end(self, request: Request) -> None:
+        self.serving.engine.abort(self.collector)
+        reasons = ", ".join(f"{count} {reason}" for reason, count in self._finished.items()) or "none finished"
+        counts = f"{self._prompt_tokens} prompt tokens, {self._completion_tokens} generated ({reasons})"
+        note(request.scope, f"{self.collector.name}, {counts}")
 
     async def _events(self) -> AsyncIterator[str]:
         """Chunks as they come; then the usage, if wanted."""
@@ -160,7 +194,7 @@ class AnswerBuilder(ABC, Generic[Body]):
                 if is_first:
                     metrics.time_to_first_token.observe(time.monotonic() - started)
                     is_first = False
-                choices = []
+                choices: list[Choice] = []
                 for output in batch:
                     metrics.prompt_tokens += len(output.prompt_token_ids) if output.finished else 0
                     self._cached_tokens += output.num_cached_tokens if output.finished else 0
@@ -169,7 +203,8 @@ class AnswerBuilder(ABC, Generic[Body]):
                         self._completion_tokens += len(sample.token_ids)
                         if sample.finish_reason is not None:
                             metrics.finished[sample.finish_reason] += 1
-                        choices.append(self.choice(index_of[output.request_id], output, sample))
+                            self._finished[sample.finish_reason] += 1
+                        choices += self.choices(index_of[output.request_id], output, sample)
                 yield choices
         except (RuntimeError, ValueError) as error:
             raise to_api_error(error) from error
@@ -220,6 +255,21 @@ async def _with_end(events: AsyncIterator[str]) -> AsyncIterator[str]:
 
 def finite(logprob: float) -> float:
     return max(logprob, LOWEST_LOGPROB)
+
+
+def prompt_logprobs(body: GenerationRequest, output: RequestOutput) -> PromptLogprobs | None:
+    """vLLM's list of the prompt's log-probs, where the body asks for it."""
+    if body.prompt_logprobs is None or output.prompt_logprobs is None:
+        return None
+    return [
+        None
+        if position is None
+        else {
+            token: PromptLogprob(logprob=finite(one.logprob), rank=one.rank, decoded_token=one.decoded_token)
+            for token, one in position.items()
+        }
+        for position in output.prompt_logprobs
+    ]
 
 
 async def unless_client_leaves(request: Request, work: Coroutine[Any, Any, Result]) -> Result:

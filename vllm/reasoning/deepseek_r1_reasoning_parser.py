@@ -1,0 +1,41 @@
+"""The thought of DeepSeek-R1 and its kin: the text between <think> and </think>."""
+
+from __future__ import annotations
+
+START, END = "<think>", "</think>"
+
+
+class DeepSeekR1ReasoningParser:
+    """Divides the text of one sample, which may come in pieces cut anywhere.
+
+    The model thinks from its first token on, whether it writes <think> itself or its chat template ends with it.
+    Everything before </think> is the thought, all of the text when </think> never comes; what follows is the answer.
+    A model whose prompt ends with </think> has no thought. The tags are in neither; white space stays as it is.
+    """
+
+    tags = (START, END)
+
+    def __init__(self, prompt: str) -> None:
+        self._has_started = False  # past the place of <think>
+        self.is_answering = prompt.rstrip().endswith(END)  # the thought has ended
+        self._pending = ""  # may be the beginning of a tag
+
+    def extract(self, text: str, is_last: bool = True) -> tuple[str, str]:
+        """Take the next piece; returns what it adds to (thought, answer)."""
+        if self.is_answering:
+            return "", text
+        text, self._pending = self._pending + text, ""
+        if not self._has_started:
+            begin = text.lstrip()[: len(START)]
+            if not is_last and begin != START and START.startswith(begin):
+                self._pending = text
+                return "", ""
+            self._has_started = True
+            text = text.lstrip().removeprefix(START) if begin == START else text
+        thought, end, answer = text.partition(END)
+        if end:
+            self.is_answering = True
+        elif not is_last:
+            held = next((n for n in range(len(END) - 1, 0, -1) if thought.endswith(END[:n])), 0)
+            thought, self._pending = thought[: len(thought) - held], thought[len(thought) - held :]
+        return thought, answer
