@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -40,14 +40,22 @@ def write_served_checkpoint(path: Path, chat_template: str | None = CHAT_TEMPLAT
     return checkpoint
 
 
+MODULE = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
+
+
 @contextmanager
-def server_process(checkpoint: str, port: int = 0, *options: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """The command as a user starts it: (process, its port) once it listens. Killed at the end if it still lives."""
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", checkpoint, "--port", str(port)]
-    process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True, env=os.environ.copy())
+def server_process(
+    checkpoint: str, port: int = 0, *options: str, command: Sequence[str] = MODULE, lines: list[str] | None = None
+) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """The command as a user starts it: (process, its port) once it listens. Killed at the end if it still lives.
+
+    `lines` gets what it logs until then.
+    """
+    words = [*command, checkpoint, "--port", str(port), *options]
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=os.environ.copy())
     try:
         assert process.stderr is not None
-        lines = []
+        lines = [] if lines is None else lines
         for line in process.stderr:
             lines.append(line)
             if found := re.search(r"serving .* on http://127\.0\.0\.1:(\d+)", line):

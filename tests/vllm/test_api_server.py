@@ -174,6 +174,9 @@ BAD_BODIES = {
     "negative temperature": (b'{"prompt": "a", "temperature": -1}', 400, "temperature=-1"),
     "not a number": (b'{"prompt": "a", "temperature": NaN}', 400, "temperature"),
     "too many logprobs": (b'{"prompt": "a", "logprobs": 21}', 400, "limit of 20"),
+    "more than the context": (b'{"prompt": "abc", "max_tokens": 638}', 400, "640 tokens (--max-model-len), and this"),
+    "prompt_logprobs of a stream": (b'{"prompt": "a", "prompt_logprobs": 1, "stream": true}', 400, "stream=true"),
+    "too many prompt_logprobs": (b'{"prompt": "a", "prompt_logprobs": 21}', 400, "limit of 20"),
     "more than ever fits": (b'{"prompt": "a", "n": 101}', 400, "exceed the 100"),
     "usage without stream": (b'{"prompt": "a", "stream_options": {}}', 400, "stream=true"),
 }
@@ -229,6 +232,62 @@ def test_extreme_values_are_answered_or_refused_and_break_nothing(server: ApiSer
             status = connection.recv(65536).split()[1]
         assert status in (b"200", b"400", b"404"), extreme
         assert get(server.url, "/health")[0] == 200, extreme
+
+
+def test_the_log_probs_of_a_prompt(server: ApiServer, client: openai.OpenAI) -> None:
+    body: dict[str, Any] = {"max_tokens": 1, "extra_body": {"prompt_logprobs": 1}}
+    with server.paused():
+        params = SamplingParams(max_tokens=1, prompt_logprobs=1)
+        outputs = server.engine.llm.generate(["one", "two", "[user]x[assistant]"], params)
+    wanted = [output.prompt_logprobs for output in outputs]
+    got = client.completions.create(model=MODEL, prompt=["one", "two"], **body)
+    found = [choice.model_extra["prompt_logprobs"] for choice in got.choices]
+    chat = client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "x"}], **body)
+    for ours, theirs in zip(wanted, [*found, chat.model_extra["prompt_logprobs"]], strict=True):
+        assert ours is not None and ours[0] is theirs[0] is None
+        for position, shown in zip(ours[1:], theirs[1:], strict=True):
+            assert position is not None and [str(token) for token in position] == list(shown)
+            for one, entry in zip(position.values(), shown.values(), strict=True):
+                assert entry["logprob"] == pytest.approx(one.logprob, abs=1e-5)
+                assert (entry["rank"], entry["decoded_token"]) == (one.rank, one.decoded_token)
+    fits = client.completions.create(model=MODEL, prompt="abc", max_tokens=637, extra_body={"ignore_eos": True})
+    assert fits.usage is not None and fits.usage.total_tokens == 640, "the last token of the context is used"
+
+
+def test_texts_and_conversations_as_tokens_and_back(server: ApiServer, client: openai.OpenAI) -> None:
+    def ask(route: str, **body: Any) -> Any:
+        return client.post(f"{server.url}/{route}", body=body, cast_to=object)
+
+    tokenizer = server.engine.llm.get_tokenizer()
+    text = "is 1 + 2 = 3? é"
+    ids = tokenizer.encode(text)
+    answer = {"count": len(ids), "max_model_len": 640, "tokens": ids, "token_strs": None}
+    assert ask("tokenize", model=MODEL, prompt=text) == answer
+    assert ask("detokenize", model=MODEL, tokens=ids) == {"prompt": text}
+    conversation = ask("tokenize", messages=[{"role": "user", "content": "é"}], return_token_strs=True)
+    assert conversation["tokens"] == tokenizer.encode("[user]é[assistant]", add_special_tokens=False)
+    assert conversation["token_strs"][:3] == ["[", "u", "s"] and conversation["count"] == len(conversation["tokens"])
+    other = ask("tokenize", messages=[{"role": "user", "content": "x"}], chat_template="{{ messages[0].content }}")
+    assert other["count"] == 1
+    assert client.get(f"{server.url}/version", cast_to=object) == {"version": "0.9.1"}
+    for body, message in (
+        ({"promt": "x"}, "did you mean 'prompt'"),
+        ({"messages": []}, "messages: List should have"),
+        ({"prompt": "x", "model": "gpt-9"}, "'gpt-9' is not served here; it serves 'tiny'"),
+    ):
+        with pytest.raises(openai.APIStatusError, match=message):
+            ask("tokenize", **body)
+    with pytest.raises(openai.BadRequestError, match="token id 9999 is outside"):
+        ask("detokenize", tokens=[9999])
+
+
+def test_prometheus_reads_the_metrics(server: ApiServer, client: openai.OpenAI) -> None:
+    parser = pytest.importorskip("prometheus_client.parser")
+    client.completions.create(model=MODEL, prompt="abcd", max_tokens=3)
+    families = {family.name: family for family in parser.text_string_to_metric_families(get(server.url, "/metrics")[1])}
+    assert families["vllm:prompt_tokens"].type == "counter" and families["vllm:num_requests_running"].type == "gauge"
+    assert families["vllm:e2e_request_latency_seconds"].type == "histogram"
+    assert all(family.samples for family in families.values())
 
 
 def test_errors_reach_the_client_as_its_own(server: ApiServer, client: openai.OpenAI) -> None:

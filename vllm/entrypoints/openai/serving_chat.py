@@ -54,7 +54,7 @@ class OpenAIServingChat(OpenAIServing):
         self.chat_template = args.template()
         self.parser = None if args.reasoning_parser is None else REASONING_PARSERS[args.reasoning_parser]
         self._renderer_names = set(inspect.signature(self.tokenizer.apply_chat_template).parameters)
-        special = set(self.tokenizer.all_special_tokens)
+        special = {token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special}
         # Texts lack special tokens. When a tag is one, the engine leaves all of them in, and the others go here.
         self._has_special_tags = self.parser is not None and bool(special & set(self.parser.tags))
         others = special - set(self.parser.tags) if self.parser is not None else special
@@ -73,8 +73,8 @@ class OpenAIServingChat(OpenAIServing):
         collector = await unless_client_leaves(request, self.submit("chatcmpl", [prompt], params, body.priority))
         parsers: list[DeepSeekR1ReasoningParser] = []
         if self.parser is not None:
-            continued = str(_message(body.messages[-1]).get("content", "")) if body.continue_final_message else text
-            parsers = [self.parser(continued) for _ in range(params.n)]
+            begun = str(_message(body.messages[-1]).get("content", "")) if body.continue_final_message else ""
+            parsers = [self.parser(text, begun) for _ in range(params.n)]
         return await _ChatAnswer(self, body, collector, prompt, parsers, hidden).respond(request)
 
     def render(self, body: Conversation) -> str:
