@@ -28,7 +28,8 @@ from tests.pages import ROOT, users_environment
 from verl.trainer.config import load_config, validate_config
 
 PAGES = sorted([ROOT / "README.md", ROOT / "README.zh.md", *(ROOT / "docs").glob("*.md")])
-PROGRAMS = ("bash", "python", "source", "curl", "grep")
+PROGRAMS = ("bash", "python", "source", "curl", "grep", "vllm")
+_MODULES = {"vllm": "vllm.entrypoints.cli.main"}  # what the environment's commands run
 _ASSIGNMENT = re.compile(r"[A-Z][A-Z0-9_]*=")
 _MADE_BY_A_COMMAND = (".venv/bin/activate",)  # tools/setup_env.sh
 _RUN_ELSEWHERE = {"-c": "docs/rewards.md"}  # by tests/verl/test_rewards_page.py
@@ -41,7 +42,7 @@ def commands_of(page: Path) -> list[str]:
     plain = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     lines = [line for block in fenced for line in _joined(block).splitlines()]
     lines += [line.strip() for line in _joined(plain).splitlines() if line.startswith("    ")]
-    lines += re.findall(r"`((?:python -m|bash|source) [^`]+)`", plain)
+    lines += re.findall(r"`((?:python -m|bash|source|vllm) [^`]+)`", plain)
     found = [re.sub(r"\s+# .*", "", line) for line in lines]
     return [line for line in dict.fromkeys(found) if _program(line) in PROGRAMS]
 
@@ -88,8 +89,8 @@ def _check(page: Path, line: str, tmp_path: Path, help_of: Callable[..., str]) -
         program, arguments = words[0], words[1:]
         if program == "bash":
             _check_script(arguments[0], arguments[1:], settings, tmp_path)
-        elif program == "python":
-            _check_python(page, arguments, help_of)
+        elif program in ("python", *_MODULES):
+            _check_python(page, arguments if program == "python" else ["-m", _MODULES[program], *arguments], help_of)
         elif program == "source":
             assert arguments[0] in _MADE_BY_A_COMMAND or Path(arguments[0]).is_file()
         else:
@@ -126,7 +127,7 @@ def _check_python(page: Path, arguments: list[str], help_of: Callable[..., str])
     elif module == "verl.trainer.main_ppo":
         load_config([word for word in given if "=" in word])
     elif options:
-        known = help_of(module, *(given[:1] if module == "tools.subtree" else ()))
+        known = help_of(module, *(given[:1] if module in ("tools.subtree", *_MODULES.values()) else ()))
         assert all(re.search(rf"(?<![\w-]){option}(?![\w-])", known) for option in options), f"{module} {options}"
 
 

@@ -60,8 +60,8 @@ def test_a_new_user_gets_from_nothing_to_an_answer(
     assert "reward/format" in steps[4] and "reward/boxed" in steps[5], "another function graded the last step"
     assert (output / "export_hf" / "model-00001-of-00001.safetensors").read_bytes() != before
 
-    assert serve[3:5] == ["--model", "outputs/r1_zero/export_hf"]
-    with server_process(str(output / "export_hf"), 0, *serve[5:]) as (_, port):
+    assert serve[:3] == ["vllm", "serve", "outputs/r1_zero/export_hf"]
+    with server_process(str(output / "export_hf"), 0, *serve[3:]) as (_, port):
         asked = [word.replace(":8000/", f":{port}/") for word in ask]
         done = subprocess.run([*asked, "--silent"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     [choice] = json.loads(done.stdout)["choices"]

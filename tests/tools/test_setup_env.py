@@ -48,8 +48,11 @@ def test_two_at_once_make_one_environment_that_is_made_again_when_a_pin_changes(
     assert [done.returncode for done in both] == [0, 0], both
     assert sorted("made by another run" in done.stderr for done in both) == [False, True]
     assert (repo / ".venv/bin/python").exists()
+    command = repo / ".venv/bin/vllm"
+    command.unlink()
     for layer in ("dev", "base"):  # dev holds base
         assert "is up to date" in setup(repo, layer).stderr
+    assert os.access(command, os.X_OK) and str(repo) in command.read_text()  # tests/vllm/test_serve_command.py runs it
     (repo / "requirements/base.txt").write_text("# another pin\n", encoding="utf-8")
     assert "installing the base layer" in setup(repo, "base").stderr
     requirement = repo / "requirements/base.txt"
@@ -81,7 +84,9 @@ def test_an_environment_keeps_the_stack_that_it_was_asked_for(repo: Path) -> Non
 
 def test_wrong_use_is_a_clear_error(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     unknown = setup(repo, "cuda")
-    assert unknown.returncode == 1 and "expected base, dev or simulator" in unknown.stderr
+    assert unknown.returncode == 1 and "expected base, dev, simulator or command" in unknown.stderr
+    nothing = setup(repo, "command")
+    assert nothing.returncode == 1 and "no environment in VENV_DIR" in nothing.stderr
     precious = tmp_path_factory.mktemp("home")
     (precious / "thesis.txt").write_text("years of work", encoding="utf-8")
     taken = setup(repo, VENV_DIR=str(precious))

@@ -101,7 +101,7 @@ def test_thought_and_answer_come_apart(client: openai.OpenAI, key: str) -> None:
 @pytest.mark.parametrize(
     ("ending", "expected"),
     [("{{ '<think>\n' }}", ("\nR1 thinks", " on")), ("<think>\n\n</think>", ("", "\n\ntwo"))],
-    ids=["begun", "closed"],
+    ids=["opened", "closed"],
 )
 def test_a_template_may_begin_the_thought_or_close_it(
     client: openai.OpenAI, ending: str, expected: tuple[str, str]

@@ -15,10 +15,10 @@ class DeepSeekR1ReasoningParser:
 
     tags = (START, END)
 
-    def __init__(self, prompt: str, begun: str = "") -> None:
-        """`begun` is the part of the sample's message that the prompt ends with, when a message is continued."""
+    def __init__(self, prompt: str, written: str = "") -> None:
+        """`written` is the part of the sample's message that the prompt holds, when a message is continued."""
         self._has_started = False  # past the place of <think>
-        self.is_answering = prompt.rstrip().endswith(END) or END in begun  # the thought has ended
+        self.is_answering = prompt.rstrip().endswith(END) or END in written  # the thought has ended
         self._pending = ""  # may be the beginning of a tag
 
     def extract(self, text: str, is_last: bool = True) -> tuple[str, str]:

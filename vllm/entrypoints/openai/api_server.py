@@ -119,20 +119,25 @@ def build_app(engine: AsyncLLM, args: ServerArgs) -> FastAPI:
 
     @app.get("/metrics")
     async def show_metrics() -> Response:
-        scheduler = engine.llm.core.scheduler
-        pool = scheduler.kv.pool
-        gauges = {
-            "gpu_cache_usage_perc": 1 - pool.num_free_blocks / pool.num_blocks,
-            "num_requests_running": len(scheduler.running),
-            "num_requests_waiting": len(scheduler.waiting),
-            "num_unfinished_samples": engine.num_unfinished_samples,
-        }
-        counters = {"num_preemptions_total": scheduler.num_preemptions, "requests_aborted_total": engine.num_aborted}
+        gauges, counters = _engine_numbers(engine)
         return PlainTextResponse(
             metrics.text(completion.model_names[0], gauges, counters), media_type="text/plain; version=0.0.4"
         )
 
     return app
+
+
+def _engine_numbers(engine: AsyncLLM) -> tuple[dict[str, float], dict[str, float]]:
+    """(gauges, counters) of the engine as it is now."""
+    scheduler = engine.llm.core.scheduler
+    pool = scheduler.kv.pool
+    gauges: dict[str, float] = {
+        "gpu_cache_usage_perc": 1 - pool.num_free_blocks / pool.num_blocks,
+        "num_requests_running": len(scheduler.running),
+        "num_requests_waiting": len(scheduler.waiting),
+        "num_unfinished_samples": engine.num_unfinished_samples,
+    }
+    return gauges, {"num_preemptions_total": scheduler.num_preemptions, "requests_aborted_total": engine.num_aborted}
 
 
 class ApiServer:

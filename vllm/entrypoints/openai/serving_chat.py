@@ -73,8 +73,8 @@ class OpenAIServingChat(OpenAIServing):
         collector = await unless_client_leaves(request, self.submit("chatcmpl", [prompt], params, body.priority))
         parsers: list[DeepSeekR1ReasoningParser] = []
         if self.parser is not None:
-            begun = str(_message(body.messages[-1]).get("content", "")) if body.continue_final_message else ""
-            parsers = [self.parser(text, begun) for _ in range(params.n)]
+            written = str(_message(body.messages[-1]).get("content", "")) if body.continue_final_message else ""
+            parsers = [self.parser(text, written) for _ in range(params.n)]
         return await _ChatAnswer(self, body, collector, prompt, parsers, hidden).respond(request)
 
     def render(self, body: Conversation) -> str:
