@@ -141,7 +141,7 @@ COMMON: dict[str, Any] = {
 NO_EFFECT = {"trust_remote_code", "swap_space", "disable_log_stats"}
 
 
-def test_common_options_are_acted_on() -> None:
+def test_common_options_are_acted_on(checkpoint: str) -> None:
     words = ["DIR"]
     for name, value in COMMON.items():
         option = name.replace("_", "-")
@@ -153,6 +153,7 @@ def test_common_options_are_acted_on() -> None:
     assert notes == []
     for name, value in COMMON.items():
         assert getattr(server if hasattr(server, name) else engine, name) == value
+    assert EngineArgs(checkpoint, dtype="half").create_engine_config(0, 1).model.dtype == "float16"
     assert engine.model == "DIR" == parse_args(["--model", "DIR"])[1].model
 
 

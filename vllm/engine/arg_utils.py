@@ -28,6 +28,9 @@ _PARTS = (
 )
 
 
+_DTYPES = {"half": "float16", "float": "float32"}  # vLLM's other names
+
+
 def option(default: Any, text: str) -> Any:
     """Return a dataclass field with a default and a help text for the command line."""
     return field(default=default, metadata={"help": text})
@@ -40,7 +43,7 @@ class EngineArgs:
     model: str
     tokenizer: str | None = option(None, "tokenizer directory; default: the model's")
     skip_tokenizer_init: bool = option(False, "do not load a tokenizer: prompts and outputs are token ids")
-    dtype: str = option("auto", "float32, bfloat16 or float16; auto: the checkpoint's")
+    dtype: str = option("auto", "float32 (float), bfloat16 or float16 (half); auto: the checkpoint's")
     seed: int = option(0, "seed of requests that bring none")
     tensor_parallel_size: int = option(1, "ranks that share one replica's weights")
     data_parallel_size: int | None = option(None, "replicas; default: VLLM_DP_SIZE of the environment, else 1")
@@ -107,7 +110,7 @@ class EngineArgs:
             batched_tokens = max(2048, self.max_num_seqs, 0 if self.enable_chunked_prefill else max_model_len)
         values = vars(self) | {
             "tokenizer": self.tokenizer or self.model,
-            "dtype": hf.torch_dtype if self.dtype == "auto" else self.dtype,
+            "dtype": hf.torch_dtype if self.dtype == "auto" else _DTYPES.get(self.dtype, self.dtype),
             "max_model_len": max_model_len,
             "hf": hf,
             "quantization": quantization,

@@ -241,6 +241,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m vllm.entrypoi
             text = error.strerror if isinstance(error, OSError) and error.filename is None else None
             print(f"{prog}: error: {text or error}", file=sys.stderr)
             return 2
+        except KeyboardInterrupt:  # while the model loads
+            return 130
         logger.info("serving %s on %s", engine_args.model, server.url)
         for name in (signal.SIGTERM, signal.SIGINT):  # uvicorn handles them, and raises them again at its end
             signal.signal(name, lambda *_: None)
