@@ -35,7 +35,7 @@ ANSWERS: dict[str, tuple[str, str | None]] = {
     "4": ("it never ends </thin", None),
     "5": ("", "empty"),
 }
-ARGS = ServerArgs(port=0, served_model_name=["r1"], reasoning_parser="deepseek_r1")
+ARGS = ServerArgs(port=0, served_model_name=["r1"], reasoning_parser="deepseek_r1", trust_request_chat_template=True)
 
 
 @pytest.fixture(scope="module")

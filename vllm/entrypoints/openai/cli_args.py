@@ -77,6 +77,7 @@ class ServerArgs:
     chat_template: str | None = option(
         None, "Jinja chat template, a file or in braces the text itself, instead of the tokenizer's own"
     )
+    trust_request_chat_template: bool = option(False, "take chat templates from requests; one can keep the server busy")
     reasoning_parser: str | None = option(
         None, f"return the thought as reasoning_content: {', '.join(REASONING_PARSERS)}"
     )

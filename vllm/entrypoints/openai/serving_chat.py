@@ -51,14 +51,15 @@ class OpenAIServingChat(OpenAIServing):
 
     def __init__(self, engine: AsyncLLM, args: ServerArgs, metrics: ServerMetrics, defaults: SamplingDefaults) -> None:
         super().__init__(engine, args, metrics, defaults)
-        self.chat_template = args.template()
+        self.chat_template, self._takes_templates = args.template(), args.trust_request_chat_template
         self.parser = None if args.reasoning_parser is None else REASONING_PARSERS[args.reasoning_parser]
         self._renderer_names = set(inspect.signature(self.tokenizer.apply_chat_template).parameters)
+        tags = set() if self.parser is None else set(self.parser.tags)
         special = {token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special}
         # Texts lack special tokens. When a tag is one, the engine leaves all of them in, and the others go here.
-        self._has_special_tags = self.parser is not None and bool(special & set(self.parser.tags))
-        others = special - set(self.parser.tags) if self.parser is not None else special
-        self._special_tokens = re.compile("|".join(map(re.escape, sorted(others, key=len, reverse=True))) or "(?!)")
+        self._has_special_tags = bool(special & tags)
+        others = sorted(special - tags, key=len, reverse=True)
+        self._special_tokens = re.compile("|".join(map(re.escape, others)) or "(?!)")
 
     async def create_chat_completion(self, body: ChatCompletionRequest, request: Request) -> Response:
         self.check_model(body.model)
@@ -79,6 +80,8 @@ class OpenAIServingChat(OpenAIServing):
 
     def render(self, body: Conversation) -> str:
         """The conversation as text, the special tokens included; runs on the tokenizer's thread."""
+        if body.chat_template is not None and not self._takes_templates:
+            raise ApiError(400, "chat_template: the server was started without --trust-request-chat-template")
         template = self.chat_template if body.chat_template is None else body.chat_template
         if template is None and self.tokenizer.chat_template is None:
             raise ApiError(
