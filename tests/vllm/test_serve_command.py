@@ -61,8 +61,6 @@ def test_the_command_serves_from_any_directory(
     log = "".join(lines)
     assert "trust_remote_code=True: code of model directories is never executed" in log
     assert "swap_space=4.0: a preempted sequence is computed again and never swapped" in log
-    wrong = subprocess.run([command, "serve", "/not/there"], capture_output=True, text=True, timeout=60)
-    assert wrong.returncode == 2 and wrong.stderr.startswith("vllm serve: error: MODEL=/not/there is not a directory")
 
 
 def test_what_stops_the_start_is_one_message(
