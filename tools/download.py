@@ -100,7 +100,8 @@ def download(request: Request) -> None:
         return
     from huggingface_hub.errors import HfHubHTTPError
 
-    transport = HfHubHTTPError.__mro__[1]  # the base of the errors of its HTTP client, which are not always OSErrors
+    # The base of its HTTP client's errors, which are OSErrors with some clients.
+    transport: type[Exception] = next(base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError")
     try:
         _from_huggingface(request)
     except HfHubHTTPError:
