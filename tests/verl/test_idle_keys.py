@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 
 import pytest
 
-from verl.trainer.config import compose_config, resolve_config
+from verl.trainer.config import compose_config, resolve_config, validate_config
 from verl.trainer.config.idle_keys import IDLE_RULES
 
 ACTOR, REF, ROLLOUT = (f"actor_rollout_ref.{role}" for role in ("actor", "ref", "rollout"))
@@ -127,3 +127,11 @@ def test_every_rule_and_every_pattern_has_a_case(reasons: dict[int, str]) -> Non
 def test_keys_that_only_follow_others_are_not_reported() -> None:
     """The base YAML file fills them from the actor's."""
     assert not [key for key in _reasons(DYNAMIC, f"{ACTOR}.ppo_max_token_len_per_gpu=99") if "log_prob" in key]
+
+
+def test_values_that_validation_refuses_break_nothing_here() -> None:
+    """The rules run before it."""
+    wrong = (f"{OVERRIDE}.recompute_modules=5", f"{STATE}.exp_avg_dtype=[1]", f"{OVERRIDE}.moe_aux_loss_coeff=[1]")
+    given = (*wrong, f"{STATE}.use_precision_aware_optimizer=5", "reward_model.reward_kwargs.overlong_buffer_cfg=3")
+    problems = "\n".join(validate_config(resolve_config(compose_config(given))[0]))
+    assert all(text.partition("=")[0] in problems for text in given)

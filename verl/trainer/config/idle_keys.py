@@ -68,9 +68,9 @@ def _has_no_old_log_probs(config: PPOTrainerConfig) -> bool:
 
 
 def _granularity(config: PPOTrainerConfig) -> Any:
-    models = config.actor_rollout_ref
-    checkpointing, is_on = models.model.gradient_checkpointing_kwargs, models.model.enable_gradient_checkpointing
-    return models.actor.megatron.transformer_fields(checkpointing, is_on).get("recompute_granularity")
+    model = config.actor_rollout_ref.model
+    given = model.gradient_checkpointing_kwargs.activations_checkpoint_granularity
+    return given if model.enable_gradient_checkpointing and given else _override(config, "recompute_granularity")
 
 
 def _checkpoints_nothing(config: PPOTrainerConfig) -> bool:
@@ -90,8 +90,8 @@ def _override(config: PPOTrainerConfig, key: str) -> Any:
 
 def _is_precision_aware_for_nothing(config: PPOTrainerConfig) -> bool:
     state = config.actor_rollout_ref.actor.optim.override_optimizer_config
-    dtypes = {value for key, value in state.items() if key.endswith("_dtype")}
-    return bool(state.get("use_precision_aware_optimizer")) and dtypes <= {None, "fp32"}
+    dtypes = [value for key, value in state.items() if key.endswith("_dtype")]
+    return bool(state.get("use_precision_aware_optimizer")) and all(value in (None, "fp32") for value in dtypes)
 
 
 def _has_no_penalty(config: PPOTrainerConfig) -> bool:
