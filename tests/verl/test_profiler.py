@@ -95,3 +95,11 @@ def test_ranks_that_only_generate_are_profiled_like_those_that_train() -> None:
     profile = (ENABLED, "actor_rollout_ref.actor.profiler.ranks=[2]", "actor_rollout_ref.rollout.profiler.ranks=[0]")
     chosen = load_config([*RUNNABLE, *profile]).actor_rollout_ref.rollout.profiler
     assert chosen.enable and chosen.ranks == [0]
+
+
+def test_a_recording_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    general = GlobalProfilerConfig(tool="torch", steps=[3])
+    profiler = DistProfiler(0, ProfilerConfig(enable=True), general, "actor_rollout", "cpu", str(tmp_path))
+    profiler.start("step_3")
+    assert profiler.stop() is not None
+    assert capfd.readouterr() == ("", "")

@@ -107,6 +107,9 @@ class DistProfilerExtension:
 
 
 def _torch(device_type: str) -> torch.profiler.profile:
+    os.environ.setdefault(
+        "KINETO_LOG_LEVEL", "6"
+    )  # else its start and stop are lines on stderr, in some builds of torch
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device_type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
