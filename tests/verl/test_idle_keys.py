@@ -41,6 +41,12 @@ CASES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("algorithm.norm_adv_by_std_in_grpo=False", (f"{ESTIMATOR}=rloo",), ()),
     (f"{ACTOR}.clip_ratio_c=5", (f"{LOSS}=gspo",), ()),
     (f"{ACTOR}.clip_ratio_high=0.3", (f"{LOSS}=gpg",), ()),
+    (f"{ACTOR}.clip_ratio_low=0.1", (f"{ACTOR}.ppo_mini_batch_size=1024",), (f"{ACTOR}.ppo_mini_batch_size=512",)),
+    (
+        f"{ACTOR}.clip_ratio_low=0.1",
+        (f"{ACTOR}.ppo_mini_batch_size=1024",),
+        (f"{ACTOR}.ppo_mini_batch_size=1024", f"{CORRECTION}.bypass_mode=True"),
+    ),
     (f"{ACTOR}.clip_ratio=0.3", (f"{LOSS}=kl_cov",), (f"{LOSS}=of_a_user",)),
     (f"{ACTOR}.policy_loss.clip_cov_lb=2", (), (f"{LOSS}=clip_cov",)),
     (f"{ACTOR}.policy_loss.ppo_kl_coef=2", (), (f"{LOSS}=kl_cov",)),

@@ -63,6 +63,12 @@ def _loss_is_not(*names: str) -> Condition:
     return lambda config: config.actor_rollout_ref.actor.policy_loss.loss_mode in _LOSSES.difference(names)
 
 
+def _has_ratios_of_one(config: PPOTrainerConfig) -> bool:
+    """The old log-probs are the update's own."""
+    bypasses = config.algorithm.rollout_correction.bypass_mode
+    return not config.needs_old_log_prob and not bypasses and _loss_is_not()(config)
+
+
 def _has_no_old_log_probs(config: PPOTrainerConfig) -> bool:
     return not config.needs_old_log_prob and config.trainer.log_samples_freq <= 0
 
@@ -149,6 +155,7 @@ _LOSS = (
         lambda c: c.algorithm.adv_estimator in (*_BASELINES, "reinforce_plus_plus"),
     ),
     IdleRule((f"{_ACTOR}.clip_ratio_c",), "only the loss vanilla has it", _loss_is_not("vanilla")),
+    IdleRule((f"{_ACTOR}.clip_ratio*",), "a step makes one update, so that every ratio is 1", _has_ratios_of_one),
     IdleRule(
         (f"{_ACTOR}.clip_ratio*",),
         "this policy loss clips nothing",
