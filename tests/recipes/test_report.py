@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from tools.report.__main__ import main
-from tools.report.curves import CHARTS, as_svg
+from tools.report.curves import CHARTS, Chart, as_svg, draw
+from tools.report.page import tiles
+from tools.report.phases import phases
 from tools.report.run_data import read_run
 
 EVIL = '<script>alert("x")</script><img src=http://example.org/x onerror=y>'
@@ -29,9 +31,17 @@ def write_run(run_dir: Path, num_steps: int = 20) -> None:
             "response_length/min": 5.0,
             "response_length/max": 64.0,
             "training/rollout_probs_diff_max": 1e-6 * step,
+            "actor/kl_loss": 1e-3 * step,
+            "actor/entropy": 0.2,
+            "actor/grad_norm": 0.3,
+            "actor/pg_clipfrac": 0.0,
             "perf/throughput": 5000.0,
             "timing_s/step": 3.0,
             "timing_s/gen": 1.5,
+            "timing_s/update_weights": 0.25,
+            "timing_s/generate_sequences": 1.0,
+            "timing_s/generation_timing/max": 1.0,
+            "timing_s/generation_timing/min": 0.75,
             "timing_s/update_actor": 1.2,
         }
         if step % 5 == 0:
@@ -83,6 +93,87 @@ def test_report_of_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert not [path for path in tmp_path.iterdir() if ".tmp" in path.name]
 
 
+def test_every_curve_is_on_the_page_with_its_last_value(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    run = read_run(tmp_path)
+    texts = {chart.name: re.findall(r"<text[^>]*>([^<]*)</text>", as_svg(run, chart)) for chart in CHARTS}
+    assert len(CHARTS) % 2 == 0, "two in a row"
+    for name, label in (
+        ("rewards", "accuracy 0.90"),
+        ("response_len", "mean 19.0"),
+        ("kl", "from reference 0.02"),
+        ("entropy", "entropy 0.2"),
+        ("grad_norm", "norm 0.3"),
+        ("clip_fraction", "clipped ratio 0"),
+        ("gap", "largest 2.0e-05"),
+    ):
+        assert label in texts[name], f"{name}: {texts[name]}"
+        assert "nothing logged" not in texts[name]
+
+
+def test_axes_hold_every_value(tmp_path: Path) -> None:
+    """Scores below 0 are seen, a gap has a logarithmic axis, and one of exact log-probs does not fail."""
+    write_run(tmp_path)
+    rewards, gap = (next(chart for chart in CHARTS if chart.name == name) for name in ("rewards", "gap"))
+
+    def bounds(chart: Chart) -> tuple[float, float]:
+        return draw(read_run(tmp_path), chart).axes[0].get_ylim()
+
+    assert bounds(rewards)[0] == 0.0 and 1.0 < bounds(rewards)[1] < 1.1
+    assert bounds(gap) == (1e-6, 1e-4)
+    line = {"step": 1, "critic/score/mean": -1.0, "training/rollout_probs_diff_max": 0.0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    assert bounds(rewards)[0] < -1.0 and bounds(gap)[0] == 0.0
+
+
+def test_phases_are_within_the_one_that_contains_them(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    found = [(each.name, each.depth, each.start_s, each.seconds) for each in phases(read_run(tmp_path))]
+    assert found == [
+        ("step", 0, 0.0, 3.0),
+        ("gen", 1, 0.0, 1.5),
+        ("update_weights", 2, 0.0, 0.25),
+        ("generate_sequences", 2, 0.25, 1.0),
+        ("generation_timing/min", 3, 0.25, 0.75),
+        ("update_actor", 1, 1.5, pytest.approx(1.2)),
+        ("anything else", 1, pytest.approx(2.7), pytest.approx(0.3)),
+        ("testing", 0, 0.0, 2.0),
+    ]
+    assert main(["--run-dir", str(tmp_path)]) == 0
+    bars = re.findall(r'class="bar (\S+)[^"]*" style="margin-left:([\d.]+)%;width:([\d.]+)%', _page(tmp_path))
+    assert bars[:4] == [
+        ("depth0", "0.00", "100.00"),
+        ("depth1", "0.00", "50.00"),
+        ("depth2", "0.00", "8.33"),
+        ("depth2", "8.33", "33.33"),
+    ]
+
+
+def test_generation_on_ranks_of_their_own_is_beside_the_step(tmp_path: Path) -> None:
+    line = {"step": 1, "timing_s/step": 2.0, "timing_s/gen": 0.5, "timing_s/generate_sequences": 1.75}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line | {"schedule/staleness/mean": 1.0}) + "\n")
+    found = [(each.name, each.depth, each.seconds) for each in phases(read_run(tmp_path))]
+    assert found == [("step", 0, 2.0), ("gen", 1, 0.5), ("anything else", 1, 1.5), ("generate_sequences", 0, 1.75)]
+
+
+@pytest.mark.parametrize("num_tiles", range(2, 14))
+def test_no_tile_is_alone_in_a_row(num_tiles: int) -> None:
+    shown = re.findall(r'class="tile( [^"]*)?"', tiles([("what", "1")] * num_tiles))
+    for columns in (4, 2):
+        rows, room = [0], columns
+        for kinds in shown:
+            width = 2 if f"wide{columns}" in kinds else 1
+            if width > room:
+                rows, room = [*rows, 0], columns
+            rows[-1], room = rows[-1] + 1, room - width
+        assert room == 0, f"{columns} columns: the last row has room for {room} more"
+        assert min(rows) > 1 or columns == 2, rows
+
+
+def _page(run_dir: Path) -> str:
+    return (run_dir / "report.html").read_text(encoding="utf-8")
+
+
 def test_report_during_a_run_with_little_logged(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "critic/score/mean": 0.5}\n{"step": 2, "critic/sc')
     assert main(["--run-dir", str(tmp_path)]) == 0
@@ -108,7 +199,10 @@ def test_a_resume_with_another_reward_is_told_and_marked(tmp_path: Path, capsys:
     assert "custom_reward_function, from step 2 on" in " ".join(capsys.readouterr().out.split())
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "&lt;mine&gt;.py (0123)" in page and "Resumed with another reward" in page
-    assert as_svg(read_run(tmp_path), CHARTS[0]).count('id="change-2"') == 1
+    for chart in CHARTS:
+        svg = as_svg(read_run(tmp_path), chart)
+        assert svg.count('id="change-2"') == (1 if "nothing logged" not in svg else 0), chart.name
+        assert "nothing logged" in svg or ">other reward</text>" in svg, chart.name
 
 
 def test_nothing_to_report_on_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

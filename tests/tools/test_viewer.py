@@ -154,6 +154,22 @@ def test_a_browser_filters_and_colours(tmp_path: Path) -> None:
     ]
 
 
+@needs_browser
+@pytest.mark.timeout(90)
+def test_small_differences_are_readable_beside_a_larger_one(tmp_path: Path) -> None:
+    """A colour is of the order of magnitude, and the scale below the title names the magnitudes."""
+    rollout, differences = [-0.5] * 5, (8e-6, 1e-6, -1e-6, 1e-7, 0.0)
+    training = [value + difference for value, difference in zip(rollout, differences, strict=True)]
+    _write(tmp_path, 1, [_record(1, 0, tokens=list("abcde"), rollout_log_probs=rollout, log_probs=training)])
+    assert main([str(tmp_path)]) == 0
+    dom = _open(tmp_path / "samples.html", "", tmp_path / "profile")
+    marks = re.findall(r"<span>([^<]*)</span>", dom[dom.index('class="ticks"') : dom.index('id="response"')])
+    assert marks == ["-1e-5", "-1e-6", "-1e-7", "0", "1e-7", "1e-6", "1e-5"]
+    colours = re.findall(r"rgba\((\d+), \d+, \d+, ([\d.]+)\)", dom[dom.index('id="response"') :])
+    assert [red for red, _ in colours] == ["37", "37", "220", "37", "37"]
+    assert [float(opacity) for _, opacity in colours] == pytest.approx([0.726, 0.5, 0.5, 0.25, 0.0], abs=0.01)
+
+
 def test_the_newest_steps_are_shown_or_those_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for step in (2, 10, 4):
         _write(tmp_path, step, [_record(step, number) for number in range(3)])

@@ -19,7 +19,8 @@ def write_report(run_dir: Path) -> None:
     """Write the PNG files and ``report.html`` into ``run_dir`` and print the summary."""
     run = read_run(run_dir.absolute())
     for chart in CHARTS:
-        write_png(run, chart)
+        if chart.has_file:
+            write_png(run, chart)
     write_text_atomically(run.run_dir / "report.html", render(run))
     Console().print(closing_summary(run))
 

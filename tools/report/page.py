@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import html
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tools.report.curves import CHARTS, as_svg
+from tools.report.phases import LABELS, STEP, phases
 from tools.report.run_data import RunData
 
 MAX_TRANSCRIPTS = 12
@@ -42,44 +44,62 @@ def render(run: RunData) -> str:
 
 
 def _head(run: RunData) -> str:
-    tiles = []
+    cells = []
     if scores := [value for _, value in run.series("val/score")]:
-        tiles.append(("validation score", f"{scores[0]:.2f} → {scores[-1]:.2f}"))
-    tiles += [("training steps", str(int(run.metrics[-1]["step"]))), ("time in the loop", duration(run.seconds()))]
+        cells.append(("validation score", f"{scores[0]:.2f} → {scores[-1]:.2f}"))
+    if score := run.series("critic/score/mean"):
+        cells.append(("training score", f"{score[0][1]:.2f} → {score[-1][1]:.2f}"))
+    cells += [("training steps", str(int(run.metrics[-1]["step"]))), ("time in the loop", duration(run.seconds()))]
     for title, metric, form in (
-        ("last training score", "critic/score/mean", "{:.2f}"),
+        ("seconds of the last step", "timing_s/step", "{:,.1f}"),
         ("tokens per s and device", "perf/throughput", "{:,.0f}"),
         ("mean response length", "response_length/mean", "{:.1f}"),
     ):
         if series := run.series(metric):
-            tiles.append((title, form.format(series[-1][1])))
+            cells.append((title, form.format(series[-1][1])))
     if gaps := [value for _, value in run.series("training/rollout_probs_diff_max")]:
-        tiles.append(("largest trainer/rollout gap", f"{max(gaps):.1e}"))
-    cells = "".join(f'<div class="tile"><span class="muted small">{t}</span><b>{v}</b></div>' for t, v in tiles)
+        cells.append(("largest trainer/rollout gap", f"{max(gaps):.1e}"))
     where = html.escape(str(run.run_dir))
-    return f'<h1>GRPO run</h1><div class="muted">{where}</div><div class="tiles">{cells}</div>'
+    return f'<h1>{html.escape(run.run_dir.name)}</h1><div class="muted path">{where}</div>{tiles(cells)}'
+
+
+def tiles(cells: Sequence[tuple[str, str]]) -> str:
+    """Facts in rows of four, or of two on a narrow page; the first are wider where a last row would not be full."""
+    shown = ""
+    for number, (title, value) in enumerate(cells):
+        wide = " wide4" if number < -len(cells) % 4 else ""
+        wide += " wide2" if number < len(cells) % 2 else ""
+        shown += f'<div class="tile{wide}"><span class="muted small">{title}</span><b>{value}</b></div>'
+    return f'<div class="tiles">{shown}</div>'
 
 
 def _curves(run: RunData) -> str:
     figures = "".join(f'<div class="card">{as_svg(run, chart)}</div>' for chart in CHARTS)
-    return f'<h2>Curves</h2><div class="charts">{figures}</div>'
+    dotted = '<div class="muted small">dotted lines: what the run learns from changed (below)</div>'
+    return f'<h2>Curves</h2>{dotted if run.changes else ""}<div class="charts">{figures}</div>'
 
 
 def _phases(run: RunData) -> str:
-    phases = run.phases()
-    if not phases:
+    """A bar for each phase where it is in a mean step, below that of the phase which contains it."""
+    shown = phases(run)
+    if not shown:
         return ""
-    longest = max(*phases.values(), 1e-9)
-    rows = "".join(
-        f"<tr><td>{html.escape(name)}</td><td>{seconds:.2f} s</td>"
-        f'<td class="wide"><div class="bar" style="width:{100 * seconds / longest:.1f}%"></div></td></tr>'
-        for name, seconds in phases.items()
-    )
-    step = [value for _, value in run.series("timing_s/step")]
-    note = f"a step takes {sum(step) / len(step):.2f} s on average; " if step else ""
+    longest = max(*(phase.start_s + phase.seconds for phase in shown), 1e-9)
+    num_steps = max(phase.num_steps for phase in shown)
+    rows = ""
+    for phase in shown:
+        name = html.escape(LABELS.get(phase.name, phase.name))
+        often = f'<span class="muted small"> in {phase.num_steps} steps</span>' if phase.num_steps < num_steps else ""
+        kind = f"depth{phase.depth}" + (" beside" if phase.depth == 0 and phase.name != STEP else "")
+        place = f"margin-left:{100 * phase.start_s / longest:.2f}%;width:{100 * phase.seconds / longest:.2f}%"
+        rows += (
+            f'<tr><td class="{kind}">{name}{often}</td><td class="num">{phase.seconds:.2f} s</td>'
+            f'<td class="wide"><div class="bar {kind}" style="{place}"></div></td></tr>'
+        )
     return (
-        f'<h2>Time per phase</h2><div class="card"><div class="muted small">{note}mean over the steps that had the '
-        f"phase; reward runs beside the log-probs</div><table>{rows}</table></div>"
+        '<h2>Time of a step</h2><div class="card"><div class="muted small">Means over all training steps; a phase is '
+        "below the one that contains it. Grey is what is not in a step: means over the times that it happened. Graders "
+        f'run beside the log-probs; reward is the wait for them.</div><table class="phases">{rows}</table></div>'
     )
 
 

@@ -26,15 +26,6 @@ class RunData:
         """(step, value) of every step that logged ``name``."""
         return [(int(row["step"]), row[name]) for row in self.metrics if name in row]
 
-    def phases(self) -> dict[str, float]:
-        """Mean seconds of each phase over the training steps that had it, longest first, the whole step left out."""
-        names = {name for row in self.metrics for name in row if name.startswith("timing_s/")}
-        means = {}
-        for name in names - {"timing_s/step"}:
-            values = [value for _, value in self.series(name)]
-            means[name.removeprefix("timing_s/")] = sum(values) / len(values)
-        return dict(sorted(means.items(), key=lambda item: -item[1]))
-
     def seconds(self) -> float:
         """Seconds of all steps, validations and saves."""
         parts = ("timing_s/step", "timing_s/testing", "timing_s/save_checkpoint")
@@ -77,3 +68,11 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
             if number < len(lines):
                 raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
     return found
+
+
+def changed(change: dict[str, Any]) -> list[str]:
+    """What a resume changed: the reward, the data, the algorithm."""
+    keys = {entry["key"].split(".")[0] for entry in change["changes"]}
+    kinds = {"custom_reward_function": "reward", "reward_model": "reward", "data": "data"}
+    found = {kinds.get(key, "algorithm") for key in keys}
+    return [kind for kind in ("reward", "data", "algorithm") if kind in found]

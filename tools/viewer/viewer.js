@@ -4,6 +4,9 @@
 const records = JSON.parse(document.getElementById("records").textContent);
 const PAGE = 200; // rows of the list that are made at once
 const DEEPEST = 5; // a log-prob of -5 (0.7 %) has the full colour
+const DECADES = 3; // a difference 1000 times smaller than the scale has no colour
+const STRONGEST = 0.75; // the opacity of the full colour
+const RED = "220, 38, 38", BLUE = "37, 99, 235";
 const RANGES = ["reward", "length", "version"];
 const CONTROLS = ["step", "source", "group", "reward_min", "reward_max", "length_min", "length_max", "version_min",
   "version_max", "text", "sort", "colour"];
@@ -114,32 +117,45 @@ function choose(record) {
 
 // One sample
 
-function largestGap() {
-  return shown.reduce((most, record) => Math.max(most, record.gap ?? 0), 0);
+// The largest difference of the samples shown, rounded up to 1, 2 or 5 times a power of ten.
+function differenceScale() {
+  const largest = shown.reduce((most, record) => Math.max(most, record.gap ?? 0), 0);
+  if (largest === 0) return 0;
+  const power = 10 ** Math.floor(Math.log10(largest));
+  return power * [1, 2, 5, 10].find((factor) => largest <= factor * power * (1 + 1e-9));
 }
 
+const tint = (rgb, strength) => `rgba(${rgb}, ${STRONGEST * Math.min(1, Math.max(0, strength))})`;
+
+// Differences are coloured by their order of magnitude, so that one large one does not hide the others.
 function colour(record, i, kind, scale) {
   if (kind === "difference") {
     const value = difference(record, i);
     if (value === null) return null;
-    const strength = scale > 0 ? Math.min(1, Math.abs(value) / scale) : 0;
-    return value < 0 ? `rgba(220, 38, 38, ${0.75 * strength})` : `rgba(37, 99, 235, ${0.75 * strength})`;
+    return tint(value < 0 ? RED : BLUE, value === 0 ? 0 : 1 + Math.log10(Math.abs(value) / scale) / DECADES);
   }
   const value = record[kind] && record[kind][i];
-  return typeof value === "number" ? `rgba(220, 38, 38, ${0.75 * Math.min(1, -value / DEEPEST)})` : null;
+  return typeof value === "number" ? tint(RED, -value / DEEPEST) : null;
 }
 
 function legend(kind, scale) {
   const made = element("div", "legend");
   if (kind === "none") return made;
-  const swatch = element("span", "swatch");
-  const [left, right] = kind === "difference"
-    ? [`training lower by ${small(scale)}`, `training higher by ${small(scale)}`]
-    : ["log-prob 0 (certain)", `${-DEEPEST} and lower`];
-  swatch.style.background = kind === "difference"
-    ? "linear-gradient(90deg, rgba(220, 38, 38, 0.75), white, rgba(37, 99, 235, 0.75))"
-    : "linear-gradient(90deg, white, rgba(220, 38, 38, 0.75))";
-  made.append(left, swatch, right);
+  const isDifference = kind === "difference";
+  if (isDifference && scale === 0) {
+    made.append("both engines give these samples the same log-probs");
+    return made;
+  }
+  const powers = [...Array(DECADES).keys()].map((i) => (scale / 10 ** i).toExponential(0));
+  const marks = isDifference
+    ? [...powers.map((power) => `-${power}`), "0", ...powers.reverse()]
+    : [...Array(DEEPEST + 1).keys()].map((depth) => String(-depth));
+  const colours = isDifference ? [tint(RED, 1), "white", tint(BLUE, 1)] : ["white", tint(RED, 1)];
+  const bar = element("div", "scale");
+  bar.style.background = `linear-gradient(90deg, ${colours.join(", ")})`;
+  const ticks = element("div", "ticks");
+  for (const mark of marks) ticks.append(element("span", "", mark));
+  made.append(isDifference ? "training - rollout log-prob" : "log-prob; 0 is certain", bar, ticks);
   return made;
 }
 
@@ -150,7 +166,7 @@ function fact(name, value) {
 }
 
 function tell(record, i) {
-  const value = (name) => number(record[name] && record[name][i], 5);
+  const value = (name) => number(record[name] && record[name][i], 7);
   at("token").textContent = `token ${i + 1}  ${JSON.stringify(record.tokens[i])}  rollout ${value("rollout_log_probs")}` +
     `  training ${value("log_probs")}  difference ${small(difference(record, i))}  version ${versionOf(record, i)}`;
 }
@@ -175,7 +191,7 @@ function drawSample() {
     place.replaceChildren(element("p", "legend", "no sample passes the filters"));
     return;
   }
-  const kind = at("colour").value, scale = largestGap();
+  const kind = at("colour").value, scale = differenceScale();
   const facts = element("div", "facts");
   const group = fact("group", chosen.uid);
   group.className = "group";
