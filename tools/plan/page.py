@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
 from recipes.common.atomic_files import write_text_atomically
 from tools.plan.devices import GIB
-from tools.plan.figures import memory_svg, owners_svg, time_svg
+from tools.plan.figures import holders_svg, memory_svg, owners_svg, size_text, time_colours, time_svg
 from tools.plan.rank_plan import RankPlan
 from tools.plan.tables import TextTable, call_table, launch_table, layout_text, time_table
 from tools.plan.timing import StepTime
-from tools.plan.whole import WholePlan
-from tools.report.page import page_style
+from tools.plan.whole import PROCESS_BYTES, WholePlan
+from tools.report.page import page_style, tiles
 
 FACTS = TextTable(
     "How sure it is",
@@ -41,13 +41,13 @@ def write_page(plan: WholePlan, step: StepTime, path: Path) -> None:
         lines = "".join(f"<li>{escape(problem)}</li>" for problem in plan.problems)
         body += f'<h2>What stops it</h2><div class="card"><ul>{lines}</ul></div>'
     if plan.stages:
-        body += _memory(plan)
-    body += _table(time_table(step), time_svg(step))
+        body += _memory(plan) + _owners(plan)
+    body += _table(time_table(step), time_svg(step), time_colours(step))
     if plan.stages:
-        body += _owners(plan) + _table(call_table(plan))
+        body += _table(call_table(plan))
         body += _table(launch_table(plan, step)) if plan.worst.launches else ""
     body += _table(FACTS)
-    style = page_style() + "td.num, th.num { text-align: right; }"
+    style = page_style() + ".swatch { display: inline-block; width: 10px; height: 10px; margin-right: 8px; }"
     text = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
@@ -60,70 +60,87 @@ def write_page(plan: WholePlan, step: StepTime, path: Path) -> None:
 
 def _head(plan: WholePlan, step: StepTime) -> str:
     config = plan.run.config
-    tiles = [("devices", f"{config.trainer.world_size:,}")]
+    cells = [("devices", f"{config.trainer.world_size:,}")]
     if plan.stages:
-        tiles.append(("stays free", f"{plan.headroom_bytes / GIB:.1f} GiB"))
-        tiles.append(("parameters", f"{plan.num_parameters / 1e9:,.1f} B"))
-        tiles.append(("host memory, fullest node", f"{plan.host_bytes / GIB:,.0f} GiB"))
-    tiles.append(("a step, modelled", f"{step.total_s:,.0f} s"))
-    tiles.append(("tokens/s/device", f"{step.tokens_per_s_device:,.1f}"))
-    cells = "".join(
-        f'<div class="tile"><span class="muted small">{what}</span><b>{value}</b></div>' for what, value in tiles
-    )
+        cells.append(("stays free of a device", size_text(plan.headroom_bytes)))
+        cells.append(("parameters", _count(plan.num_parameters)))
+        cells.append(("host memory, fullest node", f"{plan.host_bytes / GIB:,.0f} GiB"))
+    cells.append(("a step, modelled", f"{step.total_s:,.0f} s"))
+    cells.append(("tokens/s/device", f"{step.tokens_per_s_device:,.1f}"))
     verdict = '<span class="badge">does not work</span>' if plan.problems else '<span class="badge good">fits</span>'
     return (
         f"<h1>{escape(plan.run.name)} {verdict}</h1>"
         f'<div class="muted">{escape(plan.run.device.name)}; training {layout_text(plan.layout)}, rollout '
         f"TP{config.actor_rollout_ref.rollout.tensor_model_parallel_size}; rows of {plan.size.prompt_length} + "
-        f'{plan.size.response_length} tokens</div><div class="tiles">{cells}</div>'
+        f"{plan.size.response_length} tokens</div>{tiles(cells)}"
     )
+
+
+def _count(number: int) -> str:
+    for unit, name in ((10**9, "B"), (10**6, "M")):
+        if number >= unit:
+            return f"{number / unit:,.1f} {name}"
+    return f"{number:,}"
 
 
 def _memory(plan: WholePlan) -> str:
-    figures = "".join(
-        f'<div class="card"><div><b>Stage {rank.coords.pp}</b> <span class="muted small">rank {rank.rank}, fullest in '
-        f"{escape(rank.peak.name)}: {rank.peak.peak_bytes / GIB:.1f} GiB</span></div>"
-        f"{memory_svg(rank, plan.run.device.budget_bytes)}</div>"
-        for rank in _different(plan.stages)
-    )
+    """The phases of each stage, and for the fullest device the same bars by owner."""
+    budget = plan.run.device.budget_bytes
+    figures = ""
+    for first, last, rank in _alike(plan.stages):
+        which = f"Stages {first} to {last}" if last > first else f"Stage {first}"
+        fullest = f"rank {rank.rank}, fullest in {escape(rank.peak.name)}: {size_text(rank.peak.peak_bytes)}"
+        title = f'<div><b>{which}</b> <span class="muted small">{fullest}</span></div>'
+        figures += f'<div class="card">{title}{memory_svg(rank, budget)}</div>'
     return (
         "<h2>Device memory over a step</h2>"
-        '<p class="muted small">Each bar is a phase: dark what lies there after it, light the most while it goes on; '
-        f"the line is what a device has, {plan.run.device.budget_bytes / GIB:.1f} GiB. "
-        "Stages that look like the one before are left out.</p>"
-        f'<div class="charts">{figures}</div>'
+        '<p class="muted small">A bar is a phase: dark is what lies there after it, light the most while it goes on; '
+        f"the line is what a device has, {size_text(budget)}. Stages that differ by less than 3% share a figure, which "
+        f'is that of the fullest.</p><div class="charts">{figures}</div>'
     )
 
 
-def _different(stages: Sequence[RankPlan]) -> list[RankPlan]:
-    """The stages without those whose phases differ by less than 1% of the peak from the one shown before."""
-    shown = [stages[0]]
-    for rank in stages[1:]:
-        pairs = zip(shown[-1].phases, rank.phases, strict=True)
-        if any(abs(x.peak_bytes - y.peak_bytes) > 0.01 * rank.peak.peak_bytes for x, y in pairs):
-            shown.append(rank)
-    return shown
+def _alike(stages: Sequence[RankPlan]) -> list[tuple[int, int, RankPlan]]:
+    """Runs of stages whose phases differ by less than 3% of the peak: first, last, and the fullest one's plan."""
+    runs: list[list[RankPlan]] = []
+    for rank in stages:
+        pairs = zip(runs[-1][0].phases, rank.phases, strict=True) if runs else ()
+        near = [abs(x.peak_bytes - y.peak_bytes) < 0.03 * rank.peak.peak_bytes for x, y in pairs]
+        if runs and all(near):
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return [(run[0].coords.pp, run[-1].coords.pp, max(run, key=lambda each: each.peak.peak_bytes)) for run in runs]
 
 
 def _owners(plan: WholePlan) -> str:
-    cards = (
-        ("Device", "each while it is there, not all at one time", [rank.device_state for rank in plan.stages]),
-        ("Host", "of each rank", [rank.host_state for rank in plan.stages]),
+    worst = plan.worst
+    device = (
+        f"<b>Device of rank {worst.rank}</b> "
+        f'<span class="muted small">stage {worst.coords.pp}, the fullest; its bars above, by owner</span>'
+        f"{holders_svg(worst, plan.run.device.budget_bytes)}"
     )
-    figures = "".join(
-        f'<div class="card"><b>{where}</b> <span class="muted small">{note}</span>'
-        f"{owners_svg([(rank.coords.pp, state) for rank, state in zip(plan.stages, states, strict=True)])}</div>"
-        for where, note, states in cards
-    )
-    return f'<h2>Who holds it</h2><div class="charts">{figures}</div>'
+    cards = [device]
+    if plan.run.device.family != "cpu":  # whose devices are the host
+        host = owners_svg([(rank.coords.pp, rank.host_state) for rank in plan.stages])
+        note = f"each stage's; {PROCESS_BYTES / GIB:.0f} GiB of its process not counted"
+        cards.append(f'<b>Host, of one rank</b> <span class="muted small">{note}</span>{host}')
+    shown = "".join(f'<div class="card">{card}</div>' for card in cards)
+    return f'<h2>Who holds it</h2><div class="charts">{shown}</div>'
 
 
-def _table(table: TextTable, figure: str = "") -> str:
+def _table(table: TextTable, figure: str = "", colours: Mapping[str, str] | None = None) -> str:
+    """A table below its figure; a row whose first cell has a colour there shows it."""
     kinds = [' class="num"' if table.is_number(index) else "" for index in range(len(table.columns))]
     head = "".join(f"<th{kind}>{escape(name)}</th>" for kind, name in zip(kinds, table.columns, strict=True))
-    rows = "".join(
-        "<tr>" + "".join(f"<td{kind}>{escape(cell)}</td>" for kind, cell in zip(kinds, row, strict=True)) + "</tr>"
-        for row in table.rows
-    )
+    rows = ""
+    for row in table.rows:
+        cells = zip(kinds, row, strict=True)
+        shown = (f"<td{kind}>{_swatch(colours or {}, cell)}{escape(cell)}</td>" for kind, cell in cells)
+        rows += f"<tr>{''.join(shown)}</tr>"
     head = f"<tr>{head}</tr>" if any(table.columns) else ""
     return f'<h2>{escape(table.title)}</h2><div class="card">{figure}<table>{head}{rows}</table></div>'
+
+
+def _swatch(colours: Mapping[str, str], cell: str) -> str:
+    return f'<span class="swatch" style="background:{colours[cell]}"></span>' if cell in colours else ""

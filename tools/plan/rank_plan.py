@@ -73,6 +73,7 @@ def plan_rank(config: PPOTrainerConfig, device: DeviceProfile, rank: int, size: 
         worker = PlannedWorker(config, kind, size.load, platform)
         worker.init_model()
         worker.timeline.phases.clear()
+        worker.timeline.owners = worker.device_owners
         num_rows = config.gen_batch_size * config.actor_rollout_ref.rollout.n // config.rollout_replicas
         rollout = plan_rollout(worker, num_rows, size.prompt_length, size.response_length)
         calls = [exact("weight_sync", rollout.sync_calls)]

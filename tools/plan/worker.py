@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 from hf_formats.config import HFModelConfig, load_hf_config
-from megatron.core.memory_ledger import ON_HOST, ledger
+from megatron.core.memory_ledger import ON_DEVICE, ON_HOST, ledger
 from megatron.core.models.gpt import GPTModel, ModelChunks
 from megatron.core.ops import TrainOps
 from mindspeed_llm.model import build_model
@@ -38,12 +38,17 @@ from vllm.model_executor.model_loader.shard_writer import WeightUpdate
 
 @dataclass(frozen=True)
 class PhaseMemory:
-    """Bytes on the device when phase ``name`` starts, at most during it, and when it ends."""
+    """Bytes on the device when phase ``name`` starts, at most during it, and when it ends.
+
+    held: owner -> bytes of what lies there at its fullest border, which is its start, its end or that of a phase within
+    it; what ``peak_bytes`` is more are activations, buffers and captured graphs.
+    """
 
     name: str
     before_bytes: int
     peak_bytes: int
     after_bytes: int
+    held: Mapping[str, int] = field(default_factory=dict)
 
 
 class MemoryTimeline(Timeline):
@@ -53,18 +58,21 @@ class MemoryTimeline(Timeline):
         super().__init__()
         self.meter = meter
         self.phases: list[PhaseMemory] = []
+        self.owners: Callable[[], dict[str, int]] = dict  # what lies on the device now
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
         meter = self.meter
         meter.settle()
-        before, outer_peak = meter.now_bytes, meter.peak_bytes
+        before, outer_peak, held, num_phases = meter.now_bytes, meter.peak_bytes, self.owners(), len(self.phases)
         meter.peak_bytes = before
         try:
             yield
         finally:
             meter.settle()
-            self.phases.append(PhaseMemory(name, before, meter.peak_bytes, meter.now_bytes))
+            borders = [held, self.owners(), *(phase.held for phase in self.phases[num_phases:])]
+            fullest = max(borders, key=lambda border: sum(border.values()))
+            self.phases.append(PhaseMemory(name, before, meter.peak_bytes, meter.now_bytes, fullest))
             meter.peak_bytes = max(outer_peak, meter.peak_bytes)
 
     @contextmanager
@@ -146,6 +154,20 @@ class PlannedWorker(ActorRolloutRefWorker):
         # The optimizer makes states of the host without telling the allocator that they are the host's.
         held = ledger(self.actor_module, self.optimizer)
         self.platform.planned.move_to_host(sum(entry.num_bytes for entry in held if entry.device == ON_HOST))
+
+    def device_owners(self) -> dict[str, int]:
+        """Owner -> bytes on the device now, where the host's are among them if both are one."""
+        planned, found = self.platform.planned, Counter[str]()
+        places = (ON_DEVICE,) if planned.has_host_memory else (ON_DEVICE, ON_HOST)
+        for entry in ledger(self.actor_module, self.optimizer):
+            if entry.device in places:
+                found[entry.what] += entry.num_bytes
+        if self.ref is not None:
+            found["reference"] = self.ref_weights.host_bytes * (self.ref_weights.is_onloaded + (len(places) == 2))
+        report = self.rollout.inference_engine.get_memory_report()
+        found["rollout weights"], found["rollout kv_cache"] = report["weights_bytes"], report["kv_cache_bytes"]
+        found["communicators"] = planned.communicator_bytes
+        return dict(found)
 
     build_transfer_plan = staticmethod(shared_plan)
 

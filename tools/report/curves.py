@@ -114,7 +114,7 @@ def draw(run: RunData, chart: Chart) -> Figure:
             axes.plot(steps, values, color=colour, linewidth=1.8, marker=marker, markersize=4, solid_capstyle="round")
             ends.append((values[-1], steps[-1], label, colour))
     axes.margins(x=0.02)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     _set_bounds(axes, chart)
     if ends:
         _mark_changes(axes, run)
@@ -164,6 +164,7 @@ def _mark_changes(axes: Axes, run: RunData) -> None:
             ha="right" if is_right else "left",
             color=MUTED,
             fontsize=8,
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5},
         )
 
 

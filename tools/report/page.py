@@ -75,7 +75,7 @@ def tiles(cells: Sequence[tuple[str, str]]) -> str:
 
 def _curves(run: RunData) -> str:
     figures = "".join(f'<div class="card">{as_svg(run, chart)}</div>' for chart in CHARTS)
-    dotted = '<div class="muted small">dotted lines: what the run learns from changed (below)</div>'
+    dotted = '<p class="muted small">Dotted lines: the run was resumed and learns from something else (below).</p>'
     return f'<h2>Curves</h2>{dotted if run.changes else ""}<div class="charts">{figures}</div>'
 
 

@@ -14,6 +14,7 @@ from recipes.common.base_model import HF_CONFIG
 from recipes.common.launcher.first_plan import cpu_profile
 from tools.plan.__main__ import BAD_INPUT, DOES_NOT_FIT, FITS, main
 from tools.plan.devices import GIB
+from tools.plan.figures import size_text
 
 ENGINE = "actor_rollout_ref.actor.megatron"
 SMALL = (
@@ -82,7 +83,7 @@ def test_the_page_parses_and_runs_nothing(tmp_path: Path) -> None:
     assert "<script" not in text
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "").replace("http-equiv", "")
     figures = [ET.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL)]
-    assert len(figures) >= 4
+    assert len(figures) >= 3
     names = {element.tag.rpartition("}")[2] for figure in figures for element in figure.iter()}
     assert names <= {"svg", "rect", "line", "text", "title", "g"}
     memory = next(figure for figure in figures if figure.get("aria-label") == "device memory by phase")
@@ -90,7 +91,40 @@ def test_the_page_parses_and_runs_nothing(tmp_path: Path) -> None:
     phases = json.loads(numbers.read_text())["stages"][0]["phases"]
     assert [title.split(":")[0] for title in titles] == [phase["name"] for phase in phases]
     for title, phase in zip(titles, phases, strict=True):
-        assert f"most {phase['peak_bytes'] / GIB:.2f} GiB" in title
+        assert f"most {size_text(phase['peak_bytes'])}, after it {size_text(phase['after_bytes'])}" in title
+
+
+def test_the_bars_by_owner_are_those_of_the_phases(tmp_path: Path) -> None:
+    """Of the same device, which the page names: for each phase the owners and the rest add up to its most."""
+    page, numbers = tmp_path / "plan.html", tmp_path / "plan.json"
+    assert plan(tmp_path, "--page", str(page), "--output", str(numbers)) == FITS
+    text = page.read_text(encoding="utf-8")
+    figures = [ET.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL)]
+    memory, holders = (
+        next(figure for figure in figures if figure.get("aria-label") == f"device memory by {what}")
+        for what in ("phase", "owner")
+    )
+    assert "<b>Device of rank 0</b>" in text and "rank 0, fullest in" in text
+    phases = json.loads(numbers.read_text())["stages"][0]["phases"]
+    tops, stacks = _tops(memory), _tops(holders)
+    assert len(tops) == len(stacks) == len({*tops}) == len(phases)
+    assert stacks == pytest.approx(tops, abs=0.3), "the same heights, in units of the figure"
+    for phase in phases:
+        held = sum(phase["held"].values())
+        assert phase["peak_bytes"] - held >= 0, phase
+        assert phase["after_bytes"] - held < 0.02 * phase["peak_bytes"] + 1_000_000, phase
+    of_update = next(phase["held"] for phase in phases if phase["name"] == "update_actor")
+    assert of_update["gradient"] > 0 and of_update["rollout weights"] == of_update["rollout kv_cache"] == 0
+
+
+def _tops(figure: ET.Element) -> dict[float, float]:
+    """Where the bar of each column ends above, by the left edge of the column."""
+    found: dict[float, float] = {}
+    for group in figure.iter("{http://www.w3.org/2000/svg}g"):
+        for bar in group.iter("{http://www.w3.org/2000/svg}rect"):
+            x, y = float(bar.attrib["x"]), float(bar.attrib["y"])
+            found[x] = min(found.get(x, y), y)
+    return found
 
 
 def test_the_default_run_is_planned_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
