@@ -1,7 +1,7 @@
-"""Every command in README and docs can be run.
+"""Every command in README and docs can be run, and ``HELD`` says of every command of every page which tests run it.
 
-A recipe's command resolves to a valid config, a module exists and knows the options, named files exist. The tests of
-the code itself cover what a command does.
+A recipe's command resolves to a valid config, a module exists and knows the options, named files exist.
+``tests/system/test_page_runs.py`` runs commands as they are printed and reads what they leave.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from recipes.common.launcher.job import resolve_config
 from recipes.common.launcher.settings import read_settings, variables
 from recipes.common.recipe import load_recipe
 from tests.pages import ROOT, users_environment
+from tests.system import test_page_runs as page_runs
+from tests.test_pages import PAGES as EVERY_PAGE
 from verl.trainer.config import load_config, validate_config
 
 PAGES = sorted([ROOT / "README.md", ROOT / "README.zh.md", *(ROOT / "docs").glob("*.md")])
@@ -34,17 +36,89 @@ _ASSIGNMENT = re.compile(r"[A-Z][A-Z0-9_]*=")
 _MADE_BY_A_COMMAND = (".venv/bin/activate",)  # tools/setup_env.sh
 _RUN_ELSEWHERE = {"-c": "docs/rewards.md"}  # by tests/verl/test_rewards_page.py
 
+NOT_RUN = "not run: "
+BIG = f"{NOT_RUN}it needs 16 nodes and published weights; "
+NETWORK = f"{NOT_RUN}it needs the network; "
+SCRIPT = re.escape(page_runs.SCRIPT)
+# A command's form -> the file of the tests that run it, or ``NOT_RUN``, why, and what is tested in its place. The first
+# form that fits counts, after the commands of ``tests/system/test_page_runs.py``.
+HELD = {
+    SCRIPT: "tests/system/test_six_commands.py",
+    f"STEPS=60 {SCRIPT} .*": "tests/system/test_six_commands.py",
+    rf"OUTPUT_DIR=outputs/again {SCRIPT} trainer\.train_only=.*": "tests/system/test_page_runs.py",
+    f"{SCRIPT} trainer.resume_mode=resume_path .*": "tests/system/test_page_runs.py",
+    rf"{SCRIPT} 'trainer\.logger=\[console,wandb\]'": f"{NOT_RUN}no wandb here; tests/verl/test_trackers.py",
+    rf"{SCRIPT} trainer\.exact_log_probs=true .*": "tests/system/test_page_runs.py",
+    f"NNODES=16 .*{SCRIPT}": f"{BIG}two hosts: tests/system/test_two_hosts.py",
+    "(NNODES=16|HOSTFILE=|MODEL_PATH=).*": f"{BIG}node by node, host file, Slurm: tests/recipes/test_many_nodes.py",
+    r"bash recipes/r1_zero/train_deepseekv3_256die_random_init\.sh": "tests/system/test_throughput_benchmark.py",
+    r"bash recipes/r1_zero/train_deepseekv3_256die_true_weight\.sh": f"{BIG}tests/recipes/test_cann_scripts.py",
+    r"bash recipes/math_lighteval/run_mcore_deepseek_verl\.sh": "tests/system/test_killed_whole.py",
+    r"bash recipes/r1_dynamic_sampling/run_deepseek_r1\.sh": "tests/system/test_killed_whole.py",
+    r"python recipes/r1_zero/json_to_parquet\.py .*": "tests/recipes/test_data.py",
+    r"python recipes/math_lighteval/math_lighteval\.py .*": "tests/recipes/test_math_lighteval.py",
+    r"python recipes/r1_dynamic_sampling/prompt_data\.py .*": "tests/recipes/test_r1_dynamic_sampling.py",
+    r"python -m recipes\.common\.base_model.*": "tests/recipes/test_base_model.py",
+    r"python -m recipes\.common\.launch .*": "tests/system/test_six_commands.py",
+    r"python -m verl\.trainer\.main_ppo.*": "tests/system/test_bad_input.py",
+    r"bash tests/.*": f"{NOT_RUN}it runs these tests",
+    r"python -m pytest .*": f"{NOT_RUN}these are tests themselves",
+    r"python -m tests\.parallel\.layout_table": "tests/parallel/test_layout_table.py",
+    r"(STACK=cann82 )?bash tools/setup_env\.sh.*": "tests/tools/test_setup_env.py",
+    r"source .*": f"{NOT_RUN}it changes the shell that calls it; tests/tools/test_setup_env.py makes what it reads",
+    r"docker .*|\s*\$\(printf.*": f"{NOT_RUN}there is no container engine here; tests/tools/test_dockerfile.py",
+    r"python3\.11 -m venv \.venv|\.venv/bin/.*": f"{NETWORK}the same pins: tests/tools/test_requirements.py",
+    r"python3\.11 -m venv ENVS.*|ENVS/.*": f"{NETWORK}these are other engines' packages",
+    r"python -m tools\.doctor --die": "tests/tools/test_doctor_die.py",
+    r"python -m tools\.download .*": f"{NETWORK}on a hub of its own: tests/tools/test_download.py",
+    r"python -m tools\.regrade LEDGER .*": "tests/system/test_page_runs.py",
+    r"python -m tools\.(report|viewer RUN_DIR)": "tests/system/test_page_runs.py",
+    r"python -m tools\.reference --write.*": "tests/tools/test_reference.py",
+    r"python -m tools\.adaptations.*": "tests/tools/test_adaptations.py",
+    r"python -m tools\.subtree rebase .*": "tests/tools/test_subtree_rebase.py",
+    r"python -m tools\.subtree .*": "tests/tools/test_subtree.py",
+    r"python -m tools\.plan\.timing\.calibrate.*": "tests/tools/plan/test_timing_predictions.py",
+    r"python -m tools\.plan\.op_costs.*": "tests/tools/plan/test_op_costs.py",
+    r"python -m tools\.plan.*": "tests/tools/plan/test_explain.py",
+    r"python -m tools\.bench\.(algorithms|schedules).*": "tests/tools/test_bench_algorithms.py",
+    r"python -m tools\.bench\.rollout.*": "tests/tools/test_bench_rollout.py",
+    r"python -m tools\.bench\..*": "tests/tools/test_bench.py",
+    r"python -m mindspeed\.profiler DIR": "tests/npu/test_r1_zero.py",
+    r"python -m mindspeed_llm\.(fp8_cast_bf16|fp8_quantize|plain_config|convert_ckpt_torch_dist).*": (
+        "tests/system/test_page_runs.py"
+    ),
+    r"python -m mindspeed_llm\.convert_ckpt.*": "tests/mindspeed_llm/test_conversion.py",
+    r"python -m vllm\.entrypoints\.openai\.api_server .*": "tests/system/test_six_commands.py",
+    "curl .*": "tests/system/test_six_commands.py",
+    r"python -c .*": "tests/verl/test_rewards_page.py",
+}  # fmt: skip
+# docs/upstream has upstream's commands beside ours: tests/recipes/test_seed_commands.py and tests/verl.
+LISTED = [page for page in EVERY_PAGE if page.parent.name != "upstream" and page.name != "ADAPTATIONS.md"]
 
-def commands_of(page: Path) -> list[str]:
+
+def commands_of(page: Path, is_command: Callable[[str], bool] | None = None) -> list[str]:
     """Return the commands in code blocks (fenced shell blocks, indented blocks) and in code spans."""
     text = page.read_text(encoding="utf-8")
     fenced = re.findall(r"```(?:bash|sh|console)\n(.*?)```", text, flags=re.DOTALL)
     plain = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     lines = [line for block in fenced for line in _joined(block).splitlines()]
     lines += [line.strip() for line in _joined(plain).splitlines() if line.startswith("    ")]
-    lines += re.findall(r"`((?:python -m|bash|source|vllm) [^`]+)`", plain)
+    lines += [" ".join(span.split()) for span in re.findall(r"`((?:python -m|bash|source|vllm) [^`]+)`", plain)]
     found = [re.sub(r"\s+# .*", "", line) for line in lines]
-    return [line for line in dict.fromkeys(found) if _program(line) in PROGRAMS]
+    return [line for line in dict.fromkeys(found) if (is_command or _is_checked)(line)]
+
+
+def _is_checked(line: str) -> bool:
+    return _program(line) in PROGRAMS
+
+
+def _is_any_command(line: str) -> bool:
+    """Also of programs that are not here, and of other environments."""
+    program = _program(line)
+    return (
+        program in (*PROGRAMS, "docker", "pip", "sbatch", "srun", "git", "ray", "vllm", "python3.11")
+        or "bin/" in program
+    )
 
 
 def _joined(text: str) -> str:
@@ -61,6 +135,28 @@ CASES = [pytest.param(page, line, id=f"{page.name}: {line[:70]}") for page in PA
 
 def test_commands_are_found() -> None:
     assert {page.name for page in PAGES if commands_of(page)} >= {"README.md", "README.zh.md"}
+
+
+def _how_held(line: str) -> str | None:
+    """Which tests run a command, or why none does; None where nobody has said so."""
+    run = re.fullmatch(rf"(?:(?:STEPS|NNODES|OUTPUT_DIR)=\S+ )*{SCRIPT} (.*)", line)
+    if line in page_runs.LOOKS or (run and run[1] in page_runs.RUNS):
+        return "tests/system/test_page_runs.py"
+    return next((held for form, held in HELD.items() if re.fullmatch(form, line)), None)
+
+
+def test_of_every_command_is_said_what_runs_it() -> None:
+    lines = {page.relative_to(ROOT).as_posix(): commands_of(page, _is_any_command) for page in LISTED}
+    unlisted = [f"{page}: {line}" for page, found in lines.items() for line in found if _how_held(line) is None]
+    assert unlisted == [], (
+        "add each to tests/system/test_page_runs.py, or to HELD with what runs it, or why nothing does"
+    )
+    every = {line for found in lines.values() for line in found}
+    assert {*page_runs.LOOKS} <= every, "a page prints each of them"
+    assert {form for form in HELD if not any(re.fullmatch(form, line) for line in every)} == set()
+    files = {file for held in HELD.values() for file in re.findall(r"tests/\S+\.py", held)}
+    assert [file for file in sorted(files) if not (ROOT / file).is_file()] == []
+    assert all(held.startswith((NOT_RUN, "tests/")) for held in HELD.values())
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules")  # what this process has imported

@@ -37,7 +37,7 @@ def test_the_recipe_takes_the_keys(tmp_path: Path) -> None:
         config = resolve_config(settings)
         assert validate_config(config) == []
         asked.append((config.trainer.timeline_freq, config.trainer.log_samples_freq, config.is_profiled))
-    assert {(100, -1, False), (-1, 100, False), (-1, -1, True)} <= set(asked)
+    assert {(10, -1, False), (-1, 10, False), (-1, -1, True)} <= set(asked)
     known = {field.name for field in dataclasses.fields(TrainerConfig)}
     assert set(re.findall(r"(?<!verl\.)trainer\.(\w+)", PAGE)) <= known
 
@@ -46,12 +46,12 @@ def test_the_viewer_writes_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for step in (100, 200):
+    for step in (10, 20):
         _write(tmp_path / "outputs" / "r1_zero", step, [_record(step, 0)])
     [command] = _commands("python -m tools.viewer")
     assert main(command[3:]) == 0
     assert (tmp_path / "outputs" / "r1_zero" / "samples.html").is_file()
-    assert main([*command[3:], "--steps", "100,200"]) == 0
+    assert main([*command[3:], "--steps", "10,20"]) == 0
     assert capsys.readouterr().out.count("2 samples") == 2
 
 

@@ -226,6 +226,12 @@ class RayPPOTrainer:
         trainer = self.config.trainer
         self.global_step = self.checkpoints.load()
         first_logged_step = self.global_step + 1 if self.global_step else 0
+        if self.global_step >= self.total_training_steps:
+            logger.warning(
+                "nothing is left to train: %d of %d steps are done; give more steps (STEPS) or another OUTPUT_DIR",
+                self.global_step,
+                self.total_training_steps,
+            )
         self.tracking = Tracking(
             trainer.project_name,
             trainer.experiment_name,
