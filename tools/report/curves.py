@@ -99,12 +99,12 @@ CHARTS = (
 )
 
 
-def draw(run: RunData, chart: Chart) -> Figure:
+def draw(run: RunData, chart: Chart, size: tuple[float, float] = (4.8, 2.9)) -> Figure:
     """The figure, without a window system; curves without data are left out and the figure says when none has any."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(4.8, 2.9), layout="constrained", facecolor="white")
+    figure = Figure(figsize=size, layout="constrained", facecolor="white")
     axes = figure.add_subplot()
     ends: Ends = []
     for (label, metric), colour in zip(chart.curves.items(), COLOURS, strict=False):
@@ -196,8 +196,8 @@ def _label_ends(axes: Axes, ends: Ends, chart: Chart) -> None:
 def write_png(run: RunData, chart: Chart) -> Path:
     """The figure as ``<run_dir>/<file_name>``, written atomically."""
     path = run.run_dir / chart.file_name
-    figure = draw(run, chart)
-    write_atomically(path, lambda temporary: figure.savefig(temporary, format="png", dpi=200))
+    figure = draw(run, chart, size=(7.2, 4.0))
+    write_atomically(path, lambda temporary: figure.savefig(temporary, format="png", dpi=150))
     return path
 
 
