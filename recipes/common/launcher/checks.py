@@ -20,6 +20,7 @@ from verl.trainer.config.data import file_list
 from verl.trainer.config.validate import validate_config
 from verl.utils.parquet import schema_problems
 from verl.utils.reward_score.static_check import file_problem
+from verl.utils.trackers import missing_packages
 
 LEAST_FREE_BYTES = 2**30
 
@@ -41,7 +42,7 @@ def problems(job: Job, role: NodeRole) -> list[str]:
         if settings.model_path is not None:
             found += model_problems(job, settings.model_path)
         found += parquet_problems(job)
-        found += [*reward_problems(job), *resume_problems(job)]
+        found += [*reward_problems(job), *resume_problems(job), *missing_packages(job.config.trainer.logger)]
     return found
 
 
