@@ -22,6 +22,7 @@ from verl.utils.reward_score.scoring_pool import ScoringJob, ScoringPool, Scorin
 EXIT_DIFFERENT = 1
 EXIT_BAD_INPUT = 2
 _TOLERANCE = 1e-9
+SHOWN = 20  # differing lines that are printed without --all
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
     results = regrade(lines, given, num_workers=args.workers, timeout_s=args.timeout)
-    return print_differences(lines, results)
+    return print_differences(lines, results, most=len(lines) if args.all else SHOWN)
 
 
 def read_ledgers(paths: Sequence[Path]) -> Iterator[Line]:
@@ -83,13 +84,16 @@ def regrade(
     return [results[number] for number in range(len(lines))]
 
 
-def print_differences(lines: Sequence[Line], results: Sequence[ScoringResult]) -> int:
-    """A line for each response whose status or parts changed, then the counts; the exit code."""
+def print_differences(lines: Sequence[Line], results: Sequence[ScoringResult], most: int) -> int:
+    """A line for each response whose status or parts changed, ``most`` of them, then the counts; the exit code."""
     changes: Counter[str] = Counter()
     for line, result in zip(lines, results, strict=True):
         if changed := difference(line.record, result):
             changes[line.job.data_source] += 1
-            print(f"{line.where} uid {line.record['uid']} {line.job.data_source}: {changed}")
+            if changes.total() <= most:
+                print(f"{line.where} uid {line.record['uid']} {line.job.data_source}: {changed}")
+    if changes.total() > most:
+        print(f"... and {changes.total() - most} more, which --all prints")
     for source, total in sorted(Counter(line.job.data_source for line in lines).items()):
         print(f"{source}: {changes[source]} of {total} differ")
     before = sum(float(line.record["score"]) for line in lines) / max(len(lines), 1)
@@ -149,6 +153,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--path", help="Python file of the reward function; default: the one that each line names")
     parser.add_argument("--name", default="compute_score")
     parser.add_argument("--kwargs", default="{}", help="keyword arguments of the function, as JSON")
+    parser.add_argument("--all", action="store_true", help=f"print every line that differs, not the first {SHOWN}")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=10.0, help="seconds of one call")
     return parser

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tools.regrade import EXIT_BAD_INPUT, EXIT_DIFFERENT, main
+from tools.regrade import EXIT_BAD_INPUT, EXIT_DIFFERENT, SHOWN, main
 from verl.protocol import DataProto
 from verl.trainer.ppo.metric_utils import compute_reward_metrics
 from verl.trainer.ppo.reward_ledger import RewardLedger
@@ -152,6 +152,13 @@ def test_another_grader_shows_what_it_changes(ledger: Path, tmp_path: Path, caps
         "math: 3 of 4 differ",
         "4 of 5 differ; mean score 0.4500 -> 1.2000",
     ]
+
+    ledger.write_text("".join(ledger.read_text() for _ in range(8)))  # more than are shown without being asked for
+    assert main(arguments) == EXIT_DIFFERENT
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) == SHOWN + 4 and shown[SHOWN] == f"... and {32 - SHOWN} more, which --all prints"
+    assert main([*arguments, "--all"]) == EXIT_DIFFERENT
+    assert len(capsys.readouterr().out.splitlines()) == 32 + 3
 
 
 def test_bad_input_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
