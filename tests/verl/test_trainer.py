@@ -103,7 +103,9 @@ def test_a_run_whose_worker_was_killed_resumes_to_the_metrics_of_an_undisturbed_
     assert time.monotonic() - killed_at[0] < 30
     with caplog.at_level(logging.INFO):
         run_bandit(bandit_config(root))
-    assert "resumed after step" in caplog.text
+    assert "resumed after step" in caplog.text and "nothing is left" not in caplog.text
+    run_bandit(bandit_config(root))
+    assert "nothing is left to train: 6 of 6 steps are done; give more steps" in caplog.text
     assert _metrics(root) == expected
     ledger = _ledger(whole)
     assert sorted(ledger) == sorted(
