@@ -10,7 +10,7 @@ from tools.plan.rank_plan import RankPlan
 from tools.plan.timing import StepTime
 from tools.report.curves import GRID, INK, MUTED
 
-WIDTH, LEFT, TOP, HEIGHT = 520, 40, 18, 160  # of a column chart, and where its columns are
+WIDTH, LEFT, TOP, HEIGHT = 440, 36, 18, 140  # of a column chart, and where its columns are
 PEAK, AFTER, LIMIT = "#93c5fd", "#2563eb", "#dc2626"
 COLOURS = (
     "#2563eb", "#d97706", "#059669", "#7c3aed", "#db2777", "#0891b2", "#65a30d", "#ea580c", "#475569", "#facc15",
@@ -56,7 +56,7 @@ def owners_svg(stages: Sequence[tuple[int, Mapping[str, int]]]) -> str:
     columns = [(str(stage), _stacked(f"stage {stage}", state, colours)) for stage, state in states]
     low = TOP + HEIGHT + 30
     body = _columns(columns, 1.05 * most) + _text(LEFT, low, "pipeline stage", "start") + _legend(colours, low + 18)
-    return _svg(low + 24 + 15 * -(-len(owners) // 3), "bytes by owner and stage", body)
+    return _svg(low + 24 + 15 * -(-len(owners) // 2), "bytes by owner and stage", body)
 
 
 def size_text(num_bytes: int) -> str:
@@ -105,14 +105,14 @@ def _phases_svg(
     body = _columns(columns, most, slant=-55) + line + _text(WIDTH - 2, height - 3, text, "end", LIMIT)
     if legend is None:
         return _svg(TOP + HEIGHT + 112, label, body)
-    return _svg(low + 6 + 15 * -(-len(legend) // 3), label, body + _legend(legend, low))
+    return _svg(low + 6 + 15 * -(-len(legend) // 2), label, body + _legend(legend, low))
 
 
 def _legend(colours: Mapping[str, str], low: float) -> str:
-    """Three names in a row."""
+    """Two names in a row."""
     body = ""
     for number, (owner, colour) in enumerate(colours.items()):
-        x, y = LEFT + 160 * (number % 3), low + 15 * (number // 3)
+        x, y = LEFT + 200 * (number % 2), low + 15 * (number // 2)
         body += _rect(x, y - 8, 9, 9, colour) + _text(x + 13, y, owner, "start", INK)
     return body
 
