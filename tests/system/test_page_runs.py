@@ -58,7 +58,7 @@ LOOKS: dict[str, Callable[[Shown], bool]] = {
     f"{LEDGER} --timeout 60": lambda shown: shown.code == 0,
     f"{LEDGER} --path my_reward.py": lambda shown: shown.code == 1 and shown.score_after() > 0,
     f"{LEDGER}/step_3.jsonl --path my_reward.py --kwargs '{{\"bonus\": 0.5}}'": lambda shown: (
-        shown.code == 1 and shown.score_after() > 0.3
+        shown.code == 1 and shown.score_after() > 0
     ),
     f'grep -h \'"status": "timeout"\' {OUTPUT}/reward_ledger/step_*.jsonl': lambda shown: (
         shown.code == 1 and shown.text == ""  # grep's status where no grader was over its limit
@@ -83,9 +83,8 @@ def _ends_finite(run: Path) -> bool:
 
 
 def _has_scores(run: Path) -> bool:
-    """Of ``my_reward.py``: a score above 0, with the bonus for one box, and its own part."""
-    steps = read_metrics(run)[1:]
-    return all(step["critic/score/mean"] > 0.1 and "reward/accuracy" in step for step in steps)
+    """Of ``my_reward.py``: a score above 0 in every step, of its bonus at least, and its own part."""
+    return all(step["critic/score/mean"] > 0 and "reward/accuracy" in step for step in read_metrics(run)[1:])
 
 
 def _has_spans(run: Path) -> bool:
