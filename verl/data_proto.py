@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,26 +14,40 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from verl.protocol_storage import (
-    BatchError,
+    BY_RANK,
     as_rows,
     describe,
-    list_of_dict_to_dict_of_list,
+    merged_settings,
     pack_tensor,
     read_content,
     tensors_of,
     union_dict,
-    union_numpy_dict,
-    union_tensor_dict,
+    united_tensors,
     unpack_tensor,
     write_content,
 )
 from verl.row_refs import RowRefs
+from verl.utils.errors import BatchError
 from verl.utils.tensordict_utils import get_tensordict, split_non_tensors
 
-# What workers report about a call, as opposed to what the batch is: `concat` must not drop it with a part.
-_REPORT_KEYS = ("metrics", "timing")
 AUTO_PADDING = "_verl_auto_padding"  # meta_info: calls that split the batch pad it (upstream's key)
-BY_RANK = "by_rank"  # meta_info: rank -> figure -> value; `concat` merges those of all parts
+
+
+class _ProcessSettings(type):
+    _auto_padding = False
+
+    @property
+    def auto_padding(cls) -> bool:
+        """Whether calls that split a batch pad it, for all batches of this process; VERL_AUTO_PADDING=TRUE sets it."""
+        return cls._auto_padding or os.environ.get("VERL_AUTO_PADDING", "").upper() in ("TRUE", "1")
+
+    @auto_padding.setter
+    def auto_padding(cls, enabled: bool) -> None:
+        cls._auto_padding = enabled
+
+
+class DataProtoConfig(metaclass=_ProcessSettings):
+    """Settings of all batches of this process: ``DataProtoConfig.auto_padding = True``."""
 
 
 @dataclass(eq=False)
@@ -64,6 +78,8 @@ class DataProto:
     row_refs: RowRefs | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        self.non_tensor_batch = {} if self.non_tensor_batch is None else self.non_tensor_batch
+        self.meta_info = {} if self.meta_info is None else self.meta_info
         self.check_consistency()
 
     @classmethod
@@ -143,6 +159,8 @@ class DataProto:
                 non_tensor_batch={key: array[row] for key, array in self.non_tensor_batch.items()},
                 meta_info=self.meta_info,
             )
+        if not isinstance(item, list | tuple | range | np.ndarray | Tensor):
+            raise TypeError(f"rows are chosen by a number, a slice, numbers or a mask, got a {type(item).__name__}")
         return self.select_idxs(item)
 
     def check_consistency(self) -> None:
@@ -179,7 +197,7 @@ class DataProto:
         meta_keys = list(self.meta_info if meta_info_keys is None else meta_info_keys)
         self._require_keys(tensor_keys, array_keys, meta_keys)
         selected = DataProto(
-            batch=self.batch.select(*tensor_keys) if self.batch is not None and tensor_keys else None,
+            batch=None if self.batch is None else self.batch.select(*tensor_keys),
             non_tensor_batch={key: self.non_tensor_batch[key] for key in array_keys},
             meta_info={key: self.meta_info[key] for key in meta_keys},
             row_refs=self.row_refs,
@@ -197,9 +215,10 @@ class DataProto:
         meta_keys = list(meta_info_keys or ())
         popped = self.select(tensor_keys, array_keys, meta_keys)
         popped.row_refs = None
-        if self.batch is not None and tensor_keys:
-            remaining = self.batch.exclude(*tensor_keys)
-            self.batch = remaining if tensors_of(remaining) else None
+        if not tensor_keys:
+            popped.batch = None
+        elif self.batch is not None:
+            self.batch = self.batch.exclude(*tensor_keys)  # without columns it still has its rows
         for key in array_keys:
             del self.non_tensor_batch[key]
         for key in meta_keys:
@@ -227,8 +246,8 @@ class DataProto:
         """Adds the columns of ``other`` in place; a key in both is a ValueError unless the values are equal."""
         if self._has_rows() and other._has_rows() and len(self) != len(other):
             raise BatchError(f"union of batches of {len(self)} and {len(other)} rows")
-        batch = union_tensor_dict(self.batch, other.batch)
-        arrays = union_numpy_dict(self.non_tensor_batch, other.non_tensor_batch)
+        batch = united_tensors(self.batch, other.batch)
+        arrays = union_dict(self.non_tensor_batch, other.non_tensor_batch, "non_tensor_batch")
         meta_info = union_dict(self.meta_info, other.meta_info, "meta_info")
         refs = [batch.row_refs for batch in (self, other) if batch.row_refs is not None]
         self.row_refs = refs[0].union(refs[-1]) if refs else None
@@ -278,6 +297,9 @@ class DataProto:
         """Cuts the second dimension of the columns ``split_keys`` into ``n_split`` rows; repeats the other columns."""
         keys = list(split_keys or ())
         columns: dict[str, Any] = {**tensors_of(self.batch), **self.non_tensor_batch}
+        for key in set(keys) & set(self.non_tensor_batch):
+            if columns[key].ndim == 1:  # a list per row
+                columns[key] = np.array(columns[key].tolist(), dtype=object)
         if problems := [key for key in keys if key not in columns or columns[key].shape[1] % n_split]:
             raise BatchError(f"columns {problems} are not there, or their second dimension is no multiple of {n_split}")
         output = self.repeat(n_split)
@@ -290,7 +312,7 @@ class DataProto:
 
     def is_padding_enabled(self) -> bool:
         """Whether calls that split this batch pad it (``auto_padding``)."""
-        return bool(self.meta_info.get(AUTO_PADDING, False))
+        return bool(self.meta_info.get(AUTO_PADDING, False)) or DataProtoConfig.auto_padding
 
     def padding(self, padding_size: int, padding_candidate: str = "") -> None:
         """Appends ``padding_size`` copies of the first row, or of the last one (``"last"``), in place."""
@@ -300,15 +322,15 @@ class DataProto:
     def chunk(self, chunks: int) -> list[DataProto]:
         """``chunks`` equal parts as views; ValueError when the rows do not divide, unless padding is enabled.
 
-        With padding enabled the parts differ by at most one row.
+        With padding enabled the last parts are shorter, as ``torch.chunk`` cuts them.
         """
         if chunks < 1 or (len(self) % chunks and not self.is_padding_enabled()):
             raise BatchError(
                 f"a batch of {len(self)} rows does not split into {chunks} equal chunks; "
                 f"use a multiple of {chunks} rows or pad with pad_dataproto_to_divisor"
             )
-        ends = [len(self) * i // chunks for i in range(chunks + 1)]
-        return [self.slice(start, end) for start, end in pairwise(ends)]
+        size = -(-len(self) // chunks)
+        return [self.slice(index * size, (index + 1) * size) for index in range(chunks)]
 
     def make_iterator(
         self,
@@ -349,23 +371,13 @@ class DataProto:
     def concat(data: Sequence[DataProto]) -> DataProto:
         """Rows of all parts, in order; parts without rows are skipped, different columns are a ValueError.
 
-        ``meta_info`` is that of the first part with rows; ``metrics`` and ``timing`` are the first non-empty ones
-        of any part, ``by_rank`` is merged. ``metrics`` that are lists of dicts become one dict of lists.
+        The settings of all parts are merged, and a key with different values is an error; ``metrics``, a dict or a
+        list of dicts in each part, become one dict of lists, ``timing`` is the first part's, ``by_rank`` is joined.
         """
         parts = [part for part in data if len(part)] or list(data[:1])
         if not parts:
             return DataProto()
-        meta_info = dict(parts[0].meta_info)
-        for key in _REPORT_KEYS:
-            report = next((part.meta_info[key] for part in data if part.meta_info.get(key)), None)
-            if report is not None:
-                meta_info[key] = report
-        if any(isinstance(part.meta_info.get("metrics"), list) for part in data):
-            reports = [report for part in data for report in part.meta_info.get("metrics", [])]
-            meta_info["metrics"] = list_of_dict_to_dict_of_list(reports)
-        by_rank = {rank: figures for part in data for rank, figures in part.meta_info.get(BY_RANK, {}).items()}
-        meta_info |= {BY_RANK: by_rank} if by_rank else {}
-        first = parts[0]
+        meta_info, first = merged_settings([part.meta_info for part in data]), parts[0]
         for i, part in enumerate(parts):
             if part._columns() != first._columns():
                 raise BatchError(f"concat: part 0 has columns {first._columns()}, part {i} has {part._columns()}")
@@ -409,7 +421,7 @@ class DataProto:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         tensors = {key: unpack_tensor(*packed) for key, packed in state["tensors"].items()}
-        self.batch = TensorDict(tensors, batch_size=state["batch_size"]) if tensors else None
+        self.batch = TensorDict(tensors, batch_size=state["batch_size"]) if state["batch_size"] else None
         arrays = state["non_tensor_batch"]  # Ray hands out read-only memory of its store
         self.non_tensor_batch = {key: array if array.flags.writeable else array.copy() for key, array in arrays.items()}
         self.meta_info, self.row_refs = state["meta_info"], state["row_refs"]

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
-from verl.data_proto import AUTO_PADDING, BY_RANK, DataProto, DataProtoItem
+from verl.data_proto import AUTO_PADDING, DataProto, DataProtoConfig, DataProtoItem
 from verl.protocol_storage import (
-    BatchError,
+    BY_RANK,
     list_of_dict_to_dict_of_list,
     pack_tensor,
     tensors_of,
@@ -22,12 +22,15 @@ from verl.protocol_storage import (
     union_tensor_dict,
     unpack_tensor,
 )
+from verl.utils.errors import BatchError
+from verl.utils.import_utils import load_provider
 
 __all__ = [
     "AUTO_PADDING",
     "BY_RANK",
     "BatchError",
     "DataProto",
+    "DataProtoConfig",
     "DataProtoFuture",
     "DataProtoItem",
     "all_gather_data_proto",
@@ -48,8 +51,8 @@ __all__ = [
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
     """Appends copies of the first rows until ``size_divisor`` divides the length; returns (batch, rows added)."""
-    if len(data) == 0:
-        raise BatchError(f"an empty batch cannot be padded to a multiple of {size_divisor}")
+    if not isinstance(data, DataProto):
+        raise BatchError(f"a {type(data).__name__} cannot be padded, expected a DataProto")
     pad_size = -len(data) % size_divisor
     if pad_size == 0:
         return data, 0
@@ -135,7 +138,7 @@ class DataProtoFuture:
 
     Attributes:
         collect_fn: joins the outputs of the futures into the batch.
-        futures: one per rank, each with ``get()``; the launcher makes them.
+        futures: one per rank: references of Ray, or objects with ``get()``.
         dispatch_fn: chooses a rank's part of the batch.
     """
 
@@ -158,7 +161,7 @@ class DataProtoFuture:
 
     def get(self) -> Any:
         """Waits for the outputs and joins them; what a worker raised is raised."""
-        outputs = [future.get() for future in self.futures]
+        outputs = [future.get() if hasattr(future, "get") else _ray_get(future) for future in self.futures]
         batch = self.collect_fn(outputs)
         return batch if self.dispatch_fn is None else self.dispatch_fn(batch)
 
@@ -188,6 +191,10 @@ def all_gather_data_proto(data: DataProto, process_group: Any) -> None:
     if device is not None:
         gathered.to(device)
     data.batch, data.non_tensor_batch = gathered.batch, gathered.non_tensor_batch
+
+
+def _ray_get(reference: Any) -> Any:
+    return load_provider("ray:get")(reference)
 
 
 def _columns(data: DataProto) -> dict[str, Tensor]:

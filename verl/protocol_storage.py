@@ -12,9 +12,12 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from verl.utils.errors import BatchError
 
-class BatchError(ValueError, AssertionError):
-    """A batch that does not fit: a ValueError here, and the AssertionError that upstream's callers may expect."""
+
+# What workers report about a call, as opposed to what the batch is: parts may differ in it.
+_TIMING = "timing"  # seconds by name; the first part's count
+BY_RANK = "by_rank"  # rank -> figure -> value; those of all parts are merged
 
 
 def list_of_dict_to_dict_of_list(list_of_dict: list[dict]) -> dict[Any, list]:
@@ -41,20 +44,58 @@ def tensors_of(batch: TensorDict | None) -> dict[str, Tensor]:
     return {} if batch is None else {str(key): batch.get(key) for key in batch.keys()}  # noqa: SIM118
 
 
-def union_tensor_dict(tensor_dict1: TensorDict | None, tensor_dict2: TensorDict | None) -> TensorDict | None:
-    if tensor_dict2 is None:
-        return tensor_dict1
-    if tensor_dict1 is None:
-        return tensor_dict2.copy()  # columns that are added to the result must not appear in ``tensor_dict2``
-    if tensor_dict1.batch_size != tensor_dict2.batch_size:
-        sizes = tuple(tensor_dict1.batch_size), tuple(tensor_dict2.batch_size)
-        raise BatchError(f"union of batches of size {sizes[0]} and {sizes[1]}")
-    columns = union_dict(tensors_of(tensor_dict1), tensors_of(tensor_dict2), "batch")
-    return TensorDict(columns, batch_size=tensor_dict1.batch_size)
+def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
+    """Adds the columns of the second to the first, in place; a key of both with different values is an error."""
+    columns = united_tensors(tensor_dict1, tensor_dict2)
+    for key, tensor in tensors_of(columns).items():
+        tensor_dict1[key] = tensor
+    return tensor_dict1
+
+
+def united_tensors(left: TensorDict | None, right: TensorDict | None) -> TensorDict | None:
+    """A TensorDict with the columns of both."""
+    if right is None:
+        return left
+    if left is None:
+        return right.copy()  # columns that are added to the result must not appear in ``right``
+    if left.batch_size != right.batch_size:
+        raise BatchError(f"union of batches of size {tuple(left.batch_size)} and {tuple(right.batch_size)}")
+    columns = union_dict(tensors_of(left), tensors_of(right), "batch")
+    return TensorDict(columns, batch_size=left.batch_size)
 
 
 def union_numpy_dict(tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return union_dict(tensor_dict1, tensor_dict2, "non_tensor_batch")
+    """Adds the arrays of the second to the first, in place; a key of both with different values is an error."""
+    if wrong := sorted(key for key, array in tensor_dict2.items() if not isinstance(array, np.ndarray)):
+        raise BatchError(f"union: {wrong} are no arrays")
+    tensor_dict1.update(union_dict(tensor_dict1, tensor_dict2, "non_tensor_batch"))
+    return tensor_dict1
+
+
+def merged_settings(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The settings of a batch whose parts have these; a key with different values is an error.
+
+    ``metrics``, a dict or a list of dicts in each part, become one dict of lists.
+    """
+    reports = [report for part in parts for report in _reports(part.get("metrics")) if report]
+    merged: dict[str, Any] = {"metrics": list_of_dict_to_dict_of_list(reports)} if reports else {}
+    for part in parts:
+        for key, value in part.items():
+            if key == "metrics":
+                continue
+            if key == BY_RANK:
+                merged[key] = {**merged.get(key, {}), **value}
+            elif key == _TIMING:
+                merged[key] = merged.get(key) or value
+            elif key in merged and not _equal(merged[key], value):
+                raise BatchError(f"concat: parts differ in meta_info[{key!r}]: {merged[key]!r:.80} and {value!r:.80}")
+            else:
+                merged[key] = value
+    return merged
+
+
+def _reports(metrics: Any) -> list[dict]:
+    return [] if metrics is None else list(metrics) if isinstance(metrics, list) else [metrics]
 
 
 def union_dict(left: dict[str, Any], right: dict[str, Any], name: str) -> dict[str, Any]:
@@ -86,14 +127,22 @@ def _equal(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
-def pack_tensor(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...], np.ndarray]:
-    """(dtype, shape, raw bytes) of a tensor, on the CPU and without the rest of a storage it is a view of."""
+def pack_tensor(tensor: Tensor) -> tuple[Any, tuple[int, ...], Any]:
+    """(dtype, shape, raw bytes) of a tensor, on the CPU and without the rest of a storage it is a view of.
+
+    A ragged (nested) one is (layout, number of rows, the rows, each packed).
+    """
+    if tensor.is_nested:
+        rows = [pack_tensor(row) for row in tensor.unbind()]
+        return tensor.layout, (len(rows),), rows
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return tensor.dtype, tuple(tensor.shape), flat.view(torch.uint8).numpy()
 
 
-def unpack_tensor(dtype: torch.dtype, shape: tuple[int, ...], raw: np.ndarray) -> Tensor:
+def unpack_tensor(dtype: Any, shape: tuple[int, ...], raw: Any) -> Tensor:
     """The inverse of ``pack_tensor``; the tensor owns its memory."""
+    if isinstance(dtype, torch.layout):
+        return torch.nested.as_nested_tensor([unpack_tensor(*row) for row in raw], layout=dtype)
     # Ray hands out read-only memory of its store: a tensor over it would crash on the first in-place op.
     return torch.frombuffer(bytearray(raw), dtype=dtype).reshape(shape) if raw.size else torch.empty(shape, dtype=dtype)
 

@@ -72,7 +72,7 @@ def test_select_and_pop_name_what_is_missing() -> None:
     with pytest.raises(ValueError, match=r"batch has no \['y'\].*meta_info has no \['z'\]"):
         data.select(batch_keys=["y"], meta_info_keys=["z"])
     popped = data.pop(batch_keys=["x", "mask"], non_tensor_batch_keys=["ids"], meta_info_keys=["temperature"])
-    assert data.batch is None and uids(data) == ["u0", "u1", "u2", "u3"] and len(data) == 4 and not data.meta_info
+    assert list(data.batch.keys()) == [] and uids(data) == ["u0", "u1", "u2", "u3"] and len(data) == 4 and not data.meta_info
     assert len(popped) == 4 and popped.meta_info == {"temperature": 0.7}
 
 
@@ -113,12 +113,12 @@ def test_chunk_split_concat_round_trip() -> None:
         data.chunk(4)
 
 
-def test_concat_skips_empty_parts_and_keeps_reports() -> None:
+def test_concat_skips_empty_parts_and_joins_reports() -> None:
     reporting = DataProto(meta_info={"metrics": {"loss": 1.0}})
     assert len(DataProto()) == 0 and len(DataProto.concat([])) == 0
     merged = DataProto.concat([DataProto(), reporting, make_batch()])
-    assert len(merged) == 4 and merged.meta_info == {"temperature": 0.7, "metrics": {"loss": 1.0}}
-    assert DataProto.concat([reporting, DataProto()]).meta_info == {"metrics": {"loss": 1.0}}
+    assert len(merged) == 4 and merged.meta_info == {"temperature": 0.7, "metrics": {"loss": [1.0]}}
+    assert DataProto.concat([reporting, DataProto()]).meta_info == {"metrics": {"loss": [1.0]}}
     with pytest.raises(ValueError, match="part 1"):
         DataProto.concat([make_batch(), make_batch().select(batch_keys=["x"])])
 

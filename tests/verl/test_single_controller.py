@@ -201,7 +201,7 @@ def test_calls_over_a_2x2_mesh(local_ray: None) -> None:
         output = group.double(data, offset=1)
         assert output.batch["y"].tolist() == [1, 3, 5, 7, 9, 11]
         assert output.non_tensor_batch["by"].tolist() == ["hello2"] * 3 + ["hello0"] * 3
-        assert output.meta_info["metrics"] == {"rank": 2} and data.batch["x"].tolist() == [0, 1, 2, 3, 4, 5]
+        assert output.meta_info["metrics"] == {"rank": [2, 0]} and data.batch["x"].tolist() == [0, 1, 2, 3, 4, 5]
         large = DataProto.from_dict({"x": torch.arange(60000.0)})  # too large to travel with the calls
         assert torch.equal(group.double(large).batch["y"], large.batch["x"] * 2)
         with pytest.raises(ValueError, match="mesh 'train'.*dp size 2.*5 rows does not split into 2"):

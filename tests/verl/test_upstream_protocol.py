@@ -16,14 +16,18 @@ from tensordict import TensorDict
 from tests.verl.upstream_api import module_differences
 from verl import DataProto
 from verl.protocol import (
+    DataProtoConfig,
     DataProtoFuture,
     all_gather_data_proto,
     deserialize_single_tensor,
     deserialize_tensordict,
     fold_batch_dim,
+    pad_dataproto_to_divisor,
     serialize_single_tensor,
     serialize_tensordict,
     unfold_batch_dim,
+    union_numpy_dict,
+    union_tensor_dict,
 )
 from verl.utils import tensordict_utils as tu
 
@@ -121,9 +125,19 @@ def test_the_iterator_covers_every_row_each_epoch_in_an_order_of_its_seed() -> N
         data.make_iterator(5, epochs=1)
 
 
-def test_padding_enabled_lets_parts_differ_by_a_row() -> None:
+def test_padding_enabled_lets_the_last_part_be_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
     data = DataProto.from_dict({"x": torch.arange(5)}, auto_padding=True)
-    assert [part.batch["x"].tolist() for part in data.chunk(2)] == [[0, 1], [2, 3, 4]]
+    assert [part.batch["x"].tolist() for part in data.chunk(2)] == [[0, 1, 2], [3, 4]]
+    plain = DataProto.from_dict({"x": torch.arange(5)})
+    assert not plain.is_padding_enabled() and not DataProtoConfig.auto_padding
+    monkeypatch.setenv("VERL_AUTO_PADDING", "TRUE")
+    assert plain.is_padding_enabled()
+    monkeypatch.delenv("VERL_AUTO_PADDING")
+    DataProtoConfig.auto_padding = True
+    try:
+        assert plain.is_padding_enabled()
+    finally:
+        DataProtoConfig.auto_padding = False
     data.padding(2)
     assert data.batch["x"].tolist() == [0, 1, 2, 3, 4, 0, 0]
     data.padding(1, "last")
@@ -138,6 +152,55 @@ def test_metrics_that_are_lists_are_joined_by_concat() -> None:
         for loss in (1.0, 2.0)
     ]
     assert DataProto.concat(parts).meta_info["metrics"] == {"loss": [1.0, 2.0], "kl": [0.0, 0.0]}
+    plain = [DataProto.from_dict({"x": torch.zeros(1)}, meta_info={"metrics": {"loss": loss}}) for loss in (1.0, 2.0)]
+    assert DataProto.concat(plain).meta_info["metrics"] == {"loss": [1.0, 2.0]}
+
+
+def test_settings_of_the_parts_are_merged_by_concat() -> None:
+    settings: list[dict] = [{"name": "A", "same": 1}, {"size": 32, "same": 1}, {"same": 2}]
+    parts = [DataProto.from_dict({"x": torch.zeros(1)}, meta_info=given) for given in settings]
+    assert DataProto.concat(parts[:2]).meta_info == {"name": "A", "size": 32, "same": 1}
+    with pytest.raises(AssertionError, match="'same'.*1 and 2"):
+        DataProto.concat(parts)
+
+
+def test_unions_of_dicts_change_the_first_one() -> None:
+    first, second = ({name: np.array([1, "b", np.nan], dtype=object)} for name in ("x", "y"))
+    assert union_numpy_dict(first, second) is first and set(first) == {"x", "y"}
+    left, right = (TensorDict({name: torch.zeros(2)}, batch_size=[2]) for name in ("a", "b"))
+    assert union_tensor_dict(left, right) is left and set(left.keys()) == {"a", "b"}
+    with pytest.raises(AssertionError, match="different values for"):
+        union_numpy_dict(first, {"x": np.array([2, "b", np.nan], dtype=object)})
+
+
+def test_a_batch_whose_columns_are_all_taken_keeps_its_rows() -> None:
+    data = DataProto.from_dict({"x": torch.arange(3)})
+    popped = data.pop(["x"])
+    assert len(popped) == len(data) == 3 and len(pickle.loads(pickle.dumps(data))) == 3
+    assert len(DataProto.from_dict({"x": torch.arange(3)}).select([])) == 3
+    assert data.union(popped).batch["x"].tolist() == [0, 1, 2]
+    assert len(DataProto(batch=None, non_tensor_batch=None, meta_info={"info": "test"})) == 0  # type: ignore[arg-type]
+
+
+def test_an_empty_batch_needs_no_padding_and_names_are_no_rows() -> None:
+    empty = DataProto.from_dict({"x": torch.zeros(0, 2)})
+    assert pad_dataproto_to_divisor(empty, 4) == (empty, 0)
+    with pytest.raises(TypeError, match="got a str"):
+        empty["x"]
+
+
+def test_lists_of_a_row_are_cut_with_its_columns() -> None:
+    data = DataProto.from_dict({"x": torch.arange(8).reshape(2, 4)}, {"labels": [["a1", "a2"], ["b1", "b2"]]})
+    cut = data.unfold_column_chunks(2, ["x", "labels"])
+    assert cut.batch["x"].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert cut.non_tensor_batch["labels"].tolist() == [["a1"], ["a2"], ["b1"], ["b2"]]
+
+
+def test_ragged_columns_are_pickled() -> None:
+    ragged = torch.nested.as_nested_tensor([torch.arange(2), torch.arange(3)], layout=torch.jagged)
+    back = pickle.loads(pickle.dumps(DataProto(batch=TensorDict({"r": ragged}, batch_size=[2]))))
+    assert back.batch["r"].layout == torch.jagged
+    assert [row.tolist() for row in back.batch["r"].unbind()] == [[0, 1], [0, 1, 2]]
 
 
 def test_a_deep_copy_of_columns_is_independent() -> None:

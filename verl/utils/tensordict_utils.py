@@ -12,7 +12,8 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 
-from verl.protocol_storage import BatchError, union_dict
+from verl.protocol_storage import union_dict
+from verl.utils.errors import BatchError
 
 
 def assign_non_tensor_dict(tensor_dict: TensorDict, non_tensor_dict: dict[str, Any]) -> TensorDict:

@@ -332,7 +332,9 @@ class RayPPOTrainer:
                 )
                 if isinstance(self.train_loader.sampler, AbstractCurriculumSampler):
                     self.train_loader.sampler.update(batch)
-                metrics |= report["metrics"] | compute_rank_metrics(report.get("by_rank", {}))
+                # Every rank has the same metrics, those of the whole batch.
+                metrics |= {name: values[0] for name, values in report["metrics"].items()}
+                metrics |= compute_rank_metrics(report.get("by_rank", {}))
         metrics |= compute_data_metrics(batch) | compute_timing_metrics(batch, timing)
         return metrics | compute_throughout_metrics(batch, timing, config.num_devices)
 

@@ -1,0 +1,27 @@
+"""Errors that are ValueErrors here and of the type that upstream's callers expect as well."""
+
+from __future__ import annotations
+
+
+class BatchError(ValueError, AssertionError):
+    """A batch, or an argument of a function on batches, that does not fit."""
+
+
+class UnknownNameError(ValueError, NotImplementedError):
+    """A name, or a combination, for which there is no implementation."""
+
+
+class MissingFileError(ValueError, FileNotFoundError):
+    """A file that a config names and that does not exist."""
+
+
+class MissingModuleError(ValueError, ModuleNotFoundError):
+    """A module that a config names and that cannot be imported."""
+
+
+class MissingNameError(ValueError, AttributeError):
+    """A file or a module that does not define a name."""
+
+
+class MissingFieldError(KeyError, AttributeError):
+    """A config without a field, asked for like a key."""
