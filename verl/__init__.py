@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from verl.data_proto import DataProto
 
-__all__ = ["DataProto"]
+__all__ = ["DataProto", "__version__"]
+
+__version__ = "0.6.1"  # of the verl whose names these are
 
 
 def __getattr__(name: str) -> Any:

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import FrozenInstanceError, dataclass, fields
 from typing import Any, ClassVar
 
+from verl.utils.errors import MissingFieldError
+
 
 @dataclass
 class BaseConfig(Mapping):
@@ -27,11 +29,11 @@ class BaseConfig(Mapping):
         return getattr(self, key, default)
 
     def __getitem__(self, key: str) -> Any:
-        """The field ``key``; KeyError when there is none."""
+        """The field ``key``; a KeyError, which is an AttributeError as well, when there is none."""
         try:
             return getattr(self, key)
         except AttributeError as error:
-            raise KeyError(key) from error
+            raise MissingFieldError(key) from error
 
     def __iter__(self) -> Iterator[str]:
         return (field.name for field in fields(self))

@@ -11,7 +11,7 @@ from megatron.core.parallel_layout import ParallelLayout
 from mindspeed.ops import train_ops
 from tests.parallel.launcher import run_ranks
 from tests.verl.updates import Update, Updated, update, updates
-from verl.trainer.config import RolloutCorrectionConfig
+from verl.trainer.config import RolloutCorrectionSection
 from verl.workers.config import RouterReplayConfig
 from verl.workers.config.actor import PolicyLossConfig
 
@@ -30,7 +30,7 @@ CASE = Update(
 GSPO = replace(
     CASE,
     actor=CASE.actor | {"policy_loss": PolicyLossConfig("gspo"), "loss_agg_mode": "seq-mean-token-mean"},
-    correction=RolloutCorrectionConfig("sequence", 1.1, "geometric", 1.03, rollout_is_batch_normalize=True),
+    correction=RolloutCorrectionSection("sequence", 1.1, "geometric", 1.03, rollout_is_batch_normalize=True),
 )
 
 

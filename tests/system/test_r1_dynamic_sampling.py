@@ -46,7 +46,7 @@ def loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, confi
 
 def test_from_json_lines_to_a_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for registry in (ESTIMATORS, LOSSES):
-        monkeypatch.setattr(registry, "_entries", dict(registry._entries))  # the user's own names end with this test
+        monkeypatch.setattr(registry, "entries", dict(registry.entries))  # the user's own names end with this test
     library = tmp_path / "mine.py"
     library.write_text(LIBRARY)
     overrides = (

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from verl.trainer.config import AlgoConfig, RolloutCorrectionConfig
+from verl.trainer.config import AlgoConfig, RolloutCorrectionSection
 from verl.trainer.ppo.algos import estimate_advantages
 from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn, kl_penalty
 from verl.trainer.ppo.filter_groups import varies
@@ -30,7 +30,7 @@ class Algorithm:
     estimator: str = "grpo"
     divides_by_std: bool = True
     actor: ActorConfig = field(default_factory=ActorConfig)
-    correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
+    correction: RolloutCorrectionSection = field(default_factory=RolloutCorrectionSection)
     filters: bool = False
     kl_in_reward: str | None = None
     margin: float = 0.01
@@ -56,10 +56,10 @@ ALGORITHMS = {
     "rloo": Algorithm("rloo"),
     "reinforce++": Algorithm("reinforce_plus_plus"),
     "reinforce++ baseline": Algorithm("reinforce_plus_plus_baseline"),
-    "tis": Algorithm(correction=RolloutCorrectionConfig("token", 2.0)),
-    "mis": Algorithm(correction=RolloutCorrectionConfig("sequence", 2.0, "sequence", 2.0, 0.0)),
-    "icepop": Algorithm(correction=RolloutCorrectionConfig("token", 5.0, "token", 5.0, 0.5)),
-    "geometric": Algorithm(correction=RolloutCorrectionConfig(rollout_rs="geometric", rollout_rs_threshold=1.3)),
+    "tis": Algorithm(correction=RolloutCorrectionSection("token", 2.0)),
+    "mis": Algorithm(correction=RolloutCorrectionSection("sequence", 2.0, "sequence", 2.0, 0.0)),
+    "icepop": Algorithm(correction=RolloutCorrectionSection("token", 5.0, "token", 5.0, 0.5)),
+    "geometric": Algorithm(correction=RolloutCorrectionSection(rollout_rs="geometric", rollout_rs_threshold=1.3)),
     "kl loss k3": Algorithm(actor=ActorConfig(use_kl_loss=True, kl_loss_type="low_var_kl")),
     "kl in reward k1": Algorithm(kl_in_reward="kl"),
     "entropy": Algorithm(actor=ActorConfig(entropy_coeff=0.001)),

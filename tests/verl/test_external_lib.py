@@ -45,7 +45,7 @@ def _problems(*overrides: str) -> list[str]:
 @pytest.fixture(autouse=True)
 def _registries_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     for registry in (ESTIMATORS, LOSSES, MANAGERS):
-        monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+        monkeypatch.setattr(registry, "entries", dict(registry.entries))
 
 
 @pytest.fixture

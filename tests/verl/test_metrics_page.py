@@ -11,7 +11,7 @@ import torch
 from tests.pages import ROOT, functions_of, metric_rows, missing_references, undocumented
 from third_party.jemalloc.stats import MemoryStats
 from verl.protocol import DataProto
-from verl.trainer.config import RolloutCorrectionConfig
+from verl.trainer.config import RolloutCorrectionSection
 from verl.trainer.ppo import metric_utils
 from verl.trainer.ppo.rollout_correction import PREFIX, corrections
 
@@ -82,7 +82,7 @@ def test_metrics_of_a_batch_are_there() -> None:
 
 
 def test_metrics_of_a_rollout_correction_are_there() -> None:
-    config = RolloutCorrectionConfig(rollout_is="token", rollout_rs="sequence", rollout_token_veto_threshold=1e-4)
+    config = RolloutCorrectionSection(rollout_is="token", rollout_rs="sequence", rollout_token_veto_threshold=1e-4)
     zeros = torch.zeros(2, 3)
     _, _, made = corrections(zeros, zeros, torch.ones(2, 3), config)
     assert undocumented(made) == []

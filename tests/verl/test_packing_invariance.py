@@ -14,7 +14,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.parallel_state import ProcessGroups
 from tests.megatron.model_helpers import make_model, one_process_groups, tiny_config
 from verl.protocol import DataProto
-from verl.trainer.config import RolloutCorrectionConfig
+from verl.trainer.config import RolloutCorrectionSection
 from verl.workers.actor import MegatronPPOActor
 from verl.workers.config import ActorConfig
 from verl.workers.config.actor import PolicyLossConfig
@@ -25,12 +25,12 @@ SIZES = (1, 6, 32)  # rows
 TOLERANCE = 1e-6
 GSPO, CISPO = ({"policy_loss": PolicyLossConfig(mode), "clip_ratio_high": 0.05} for mode in ("gspo", "cispo"))
 ALGORITHMS: dict[str, dict[str, Any]] = {
-    "ppo, token weights": {"correction": RolloutCorrectionConfig("token", 1.02)},
+    "ppo, token weights": {"correction": RolloutCorrectionSection("token", 1.02)},
     "gspo": GSPO,
     "gspo, sequences masked": GSPO
-    | {"correction": RolloutCorrectionConfig(rollout_rs="geometric", rollout_rs_threshold=1.01)},
+    | {"correction": RolloutCorrectionSection(rollout_rs="geometric", rollout_rs_threshold=1.01)},
     "cispo": CISPO,
-    "cispo, icepop": CISPO | {"correction": RolloutCorrectionConfig("token", 1.03, "token", 1.03, 0.97)},
+    "cispo, icepop": CISPO | {"correction": RolloutCorrectionSection("token", 1.03, "token", 1.03, 0.97)},
 }
 
 
@@ -57,7 +57,7 @@ def sixty_four_rows() -> DataProto:
 def one_update(
     groups: ProcessGroups,
     loss_agg_mode: str,
-    correction: RolloutCorrectionConfig | None = None,
+    correction: RolloutCorrectionSection | None = None,
     **fields: Any,
 ) -> tuple[dict[str, float], dict]:
     """Metrics and gradients of an update that leaves the weights where they are."""

@@ -137,7 +137,7 @@ def keeps_mixed(config, group):
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(MANAGERS, "_entries", dict(MANAGERS._entries))
+    monkeypatch.setattr(MANAGERS, "entries", dict(MANAGERS.entries))
     write_inputs(tmp_path)
     (tmp_path / "rewards.py").write_text(REWARDS)
     (tmp_path / "manager.py").write_text(MANAGER)

@@ -111,7 +111,7 @@ def test_everything_that_is_missing_is_listed_together(keys: dict[str, Any], tmp
     assert "data.val_files" in text and "absent.parquet does not exist" in text
     assert f"data.train_files: {tmp_path / 'data.parquet'}: column 'data_source' is int64; expected a string" in text
     assert "no column 'prompt' (a list of {role, content})" in text
-    assert "custom_reward_function: NameError: oops" in text
+    assert f"custom_reward_function: {broken} cannot be imported: NameError: oops" in text
     assert "reward_manager is 'absent'; expected one of batch, dapo, naive, prime" in "\n".join(
         validate_config(_config(keys))
     )
@@ -159,7 +159,7 @@ def test_functions_by_data_source_are_checked_against_the_data(keys: dict[str, A
     assert preflight_problems(_config(keys | {f"{section}.s.path": FUNCTION})) == []
     config = _config(keys | {f"{section}.s.path": FUNCTION, f"{section}.t.path": f"{FUNCTION}.not"})
     problems = "\n".join(preflight_problems(config))
-    assert f"{section}.t: ValueError: {FUNCTION}.not does not exist" in problems
+    assert f"{section}.t: {FUNCTION}.not does not exist" in problems
     assert f"{section}.t matches no data source; the data has s" in problems
 
 

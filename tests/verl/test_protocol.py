@@ -72,7 +72,12 @@ def test_select_and_pop_name_what_is_missing() -> None:
     with pytest.raises(ValueError, match=r"batch has no \['y'\].*meta_info has no \['z'\]"):
         data.select(batch_keys=["y"], meta_info_keys=["z"])
     popped = data.pop(batch_keys=["x", "mask"], non_tensor_batch_keys=["ids"], meta_info_keys=["temperature"])
-    assert list(data.batch.keys()) == [] and uids(data) == ["u0", "u1", "u2", "u3"] and len(data) == 4 and not data.meta_info
+    assert (
+        list(data.batch.keys()) == []
+        and uids(data) == ["u0", "u1", "u2", "u3"]
+        and len(data) == 4
+        and not data.meta_info
+    )
     assert len(popped) == 4 and popped.meta_info == {"temperature": 0.7}
 
 

@@ -168,7 +168,7 @@ def test_what_the_config_names_is_loaded(tmp_path: Path) -> None:
 def test_a_users_class_is_looked_at_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     from verl.workers.reward_manager import MANAGERS
 
-    monkeypatch.setattr(MANAGERS, "_entries", dict(MANAGERS._entries))
+    monkeypatch.setattr(MANAGERS, "entries", dict(MANAGERS.entries))
 
     @register("by_level")
     class ByLevel(AbstractRewardManager):

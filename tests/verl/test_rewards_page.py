@@ -40,7 +40,7 @@ def _commands(start: str) -> list[list[str]]:
 
 
 def test_the_manager_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MANAGERS, "_entries", dict(MANAGERS._entries))
+    monkeypatch.setattr(MANAGERS, "entries", dict(MANAGERS.entries))
     _, manager = _blocks("python")
     (tmp_path / "my_manager.py").write_text(manager)
     [line] = re.findall(r"^    (actor_rollout_ref.model.external_lib=.*)$", PAGE, flags=re.MULTILINE)

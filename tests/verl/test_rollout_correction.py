@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl.trainer.config import RolloutCorrectionConfig, config_warnings, load_config, validate_config
+from verl.trainer.config import RolloutCorrectionSection, config_warnings, load_config, validate_config
 from verl.trainer.config.algorithm import LEVELS
 from verl.trainer.ppo.rollout_correction import (
     compute_offpolicy_metrics,
@@ -43,7 +43,7 @@ def _ratios(level: str) -> np.ndarray:
 
 def _corrected(**knobs: Any) -> tuple[np.ndarray | None, np.ndarray, dict[str, float]]:
     old, rollout, mask = (torch.tensor(array) for array in _arrays())
-    config = RolloutCorrectionConfig(**knobs)
+    config = RolloutCorrectionSection(**knobs)
     assert config.problems("here") == []
     weights, kept, metrics = corrections(old, rollout, mask, config)
     return None if weights is None else weights.numpy(), kept.numpy(), metrics
@@ -143,7 +143,7 @@ def test_mismatch_metrics() -> None:
 def test_ranks_with_parts_of_the_batch_find_what_one_rank_finds() -> None:
     """Both parts run twice: once to learn the sums that a rank contributes, then with those of both."""
     knobs = {"rollout_is": "token", "rollout_is_batch_normalize": True, "rollout_rs": "geometric"}
-    config = RolloutCorrectionConfig(**knobs, rollout_token_veto_threshold=1e-4)  # type: ignore[arg-type]
+    config = RolloutCorrectionSection(**knobs, rollout_token_veto_threshold=1e-4)  # type: ignore[arg-type]
     arrays = [torch.tensor(array) for array in _arrays()]
     parts = [[array[:3] for array in arrays], [array[3:] for array in arrays]]
 
@@ -167,7 +167,7 @@ def test_ranks_with_parts_of_the_batch_find_what_one_rank_finds() -> None:
 
 def test_equal_log_probs_are_not_corrected() -> None:
     _, rollout, mask = (torch.tensor(array) for array in _arrays())
-    config = RolloutCorrectionConfig("sequence", rollout_rs="geometric", rollout_rs_threshold=1.001)
+    config = RolloutCorrectionSection("sequence", rollout_rs="geometric", rollout_rs_threshold=1.001)
     weights, kept, metrics = corrections(rollout, rollout, mask, config)
     assert weights is not None and torch.equal(weights, mask) and torch.equal(kept, mask)
     assert metrics["rollout_corr/kl"] == 0.0 and metrics["rollout_corr/ppl_ratio"] == 1.0

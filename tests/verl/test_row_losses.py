@@ -45,7 +45,7 @@ def clipped(
 
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LOSSES, "_entries", dict(LOSSES._entries))
+    monkeypatch.setattr(LOSSES, "entries", dict(LOSSES.entries))
     register_policy_loss(NAME)(clipped)
 
 

@@ -14,7 +14,7 @@ from megatron.core.parallel_state import initialize_from_layout
 from tests.parallel.launcher import run_ranks
 from tests.verl.updates import Update, Updated, make_actor, move_gates, some_choices, some_rows, updates
 from verl.protocol import DataProto
-from verl.trainer.config import RolloutCorrectionConfig
+from verl.trainer.config import RolloutCorrectionSection
 from verl.workers.config import RouterReplayConfig
 from verl.workers.config.actor import PolicyLossConfig
 
@@ -44,24 +44,24 @@ WAYS = {
 }
 ALGORITHMS = {
     "ppo, sequences masked": Update(
-        correction=RolloutCorrectionConfig(
+        correction=RolloutCorrectionSection(
             "sequence", rollout_rs="geometric", rollout_rs_threshold=1.03, rollout_token_veto_threshold=0.91
         ),
         num_rows=24,
     ),
     "gspo, sequences truncated": Update(
         actor=_algorithm("gspo", loss_agg_mode="seq-mean-token-mean", clip_ratio_high=0.03),
-        correction=RolloutCorrectionConfig("sequence", 1.1, rollout_is_batch_normalize=True),
+        correction=RolloutCorrectionSection("sequence", 1.1, rollout_is_batch_normalize=True),
         num_rows=24,
     ),
     "cispo, icepop": Update(
         actor=_algorithm("cispo", clip_ratio_low=1.0, clip_ratio_high=0.1),
-        correction=RolloutCorrectionConfig("token", 1.08, "token", 1.08, 0.93),
+        correction=RolloutCorrectionSection("token", 1.08, "token", 1.08, 0.93),
         num_rows=24,
     ),
     "gspo, anchored on the rollout": Update(
         actor=_algorithm("gspo", loss_agg_mode="seq-mean-token-sum"),
-        correction=RolloutCorrectionConfig(bypass_mode=True),
+        correction=RolloutCorrectionSection(bypass_mode=True),
         num_rows=24,
     ),
 }

@@ -19,7 +19,7 @@ from mindspeed_llm.model import build_model
 from tests.mindspeed_llm.gradients import hf_gradients
 from tests.mindspeed_llm.tiny import tiny_hf_config
 from verl.protocol import DataProto
-from verl.trainer.config import RolloutCorrectionConfig
+from verl.trainer.config import RolloutCorrectionSection
 from verl.utils.partitions import balanced_order
 from verl.workers.actor import MegatronPPOActor
 from verl.workers.config import ActorConfig
@@ -44,7 +44,7 @@ class Update:
     actor: dict[str, Any] = field(default_factory=dict)
     num_rows: int = 16
     num_mtp: int = 0
-    correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
+    correction: RolloutCorrectionSection = field(default_factory=RolloutCorrectionSection)
     gate_noise: float = 0.0
 
 

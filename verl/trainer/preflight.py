@@ -211,7 +211,7 @@ def _function_problems(where: str, spec: RewardFunctionSpec, must_be_batched: bo
     try:
         function = load_reward_function(spec)
     except Exception as error:  # a process edge: the user's file runs here, and may raise anything
-        yield f"{where}: {type(error).__name__}: {error}"
+        yield f"{where}: {error if isinstance(error, ValueError) else f'{type(error).__name__}: {error}'}"
         return
     if must_be_batched and not function.is_batched:
         yield (

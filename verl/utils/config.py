@@ -39,10 +39,9 @@ def omega_conf_to_dataclass(config: DictConfig | dict | Any, dataclass_type: typ
         return config
     if not config:
         return dataclass_type()
-    given = OmegaConf.create(config)
-    if _TARGET in given and _TARGET not in dataclass_type.__dataclass_fields__:
-        given = OmegaConf.masked_copy(given, [str(key) for key in given if key != _TARGET])
-    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(dataclass_type), given))
+    schema = OmegaConf.structured(dataclass_type)
+    given = _without_targets(OmegaConf.to_container(OmegaConf.create(config), resolve=True), schema)
+    return OmegaConf.to_object(OmegaConf.merge(schema, given))
 
 
 def update_dict_with_config(dictionary: dict, config: DictConfig) -> None:
@@ -65,6 +64,16 @@ def validate_config(config: DictConfig | PPOTrainerConfig, use_reference_policy:
         problems.append("the config uses a KL to the reference, and no worker has the role of a reference policy")
     if problems:
         raise ConfigError(problems)
+
+
+def _without_targets(node: Any, schema: Any) -> Any:
+    """``node`` without the ``_target_`` of sections whose class has no such field."""
+    if not isinstance(node, dict):
+        return node
+    known = schema if isinstance(schema, DictConfig) else {}
+    inner = {key: known[key] if key in known else None for key in node}
+    kept = {key: value for key, value in node.items() if key != _TARGET or key in known}
+    return {key: _without_targets(value, inner[key]) for key, value in kept.items()}
 
 
 def _instantiate(node: Any) -> Any:

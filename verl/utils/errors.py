@@ -19,6 +19,10 @@ class MissingModuleError(ValueError, ModuleNotFoundError):
     """A module that a config names and that cannot be imported."""
 
 
+class BrokenModuleError(ValueError, RuntimeError):
+    """A file that a config names and that raises when it is imported."""
+
+
 class MissingNameError(ValueError, AttributeError):
     """A file or a module that does not define a name."""
 

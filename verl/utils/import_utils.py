@@ -13,6 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from verl.utils.errors import BrokenModuleError, MissingFileError, MissingModuleError, MissingNameError
+
 _MODULE = "pkg://"
 
 
@@ -28,7 +30,7 @@ def load_provider(provider: str) -> Any:
 def load_extern_type(file_path: str | None, type_name: str | None) -> Any:
     """The object ``type_name`` of a Python file, or of a module as ``pkg://package.module``; None without a path.
 
-    ValueError says what is missing.
+    ValueError says what is missing; it is also the error that Python has for it.
     """
     if not file_path:
         return None
@@ -38,12 +40,12 @@ def load_extern_type(file_path: str | None, type_name: str | None) -> Any:
         try:
             module = importlib.import_module(file_path.removeprefix(_MODULE))
         except ImportError as error:
-            raise ValueError(f"{file_path} cannot be imported: {error}") from error
+            raise MissingModuleError(f"{file_path} cannot be imported: {error}") from error
     else:
         module = _load_file(file_path)
     if not hasattr(module, type_name):
         defined = ", ".join(name for name in vars(module) if not name.startswith("_"))
-        raise ValueError(f"{file_path} defines no {type_name!r}; it defines {defined}")
+        raise MissingNameError(f"{file_path} defines no {type_name!r}; it defines {defined}")
     return getattr(module, type_name)
 
 
@@ -87,8 +89,8 @@ def deprecated(replacement: str = "") -> Callable[[Any], Any]:
         def warn() -> None:
             warnings.warn(text, FutureWarning, stacklevel=3)
 
-        if isinstance(target, type) and "__init__" in vars(target):
-            return type(target.__name__, (target,), {"__init__": _after(warn, vars(target)["__init__"])})
+        if isinstance(target, type):
+            return type(target.__name__, (target,), {"__init__": _after(warn, target.__init__)})  # type: ignore[misc]
         return _after(warn, target)
 
     return decorate
@@ -114,7 +116,7 @@ def _load_file(file_path: str) -> ModuleType:
     """The module of a Python file, which runs once in a process however often it is named, until it is edited."""
     path = Path(file_path).expanduser().absolute()
     if not path.is_file():
-        raise ValueError(f"{file_path} does not exist; custom code is given as the path of a Python file")
+        raise MissingFileError(f"{file_path} does not exist; custom code is given as the path of a Python file")
     digest = hashlib.sha256(str(path).encode() + path.read_bytes()).hexdigest()[:16]
     name = f"_extern_{path.stem}_{digest}"
     if name in sys.modules:
@@ -124,7 +126,7 @@ def _load_file(file_path: str) -> ModuleType:
     module = sys.modules.setdefault(name, importlib.util.module_from_spec(spec))  # dataclasses look their module up
     try:
         spec.loader.exec_module(module)
-    except BaseException:
+    except Exception as error:
         del sys.modules[name]
-        raise
+        raise BrokenModuleError(f"{file_path} cannot be imported: {type(error).__name__}: {error}") from error
     return module

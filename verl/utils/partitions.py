@@ -7,6 +7,8 @@ import heapq
 import random
 from collections.abc import Sequence
 
+from verl.utils.errors import BatchError
+
 # One partition under construction: (minus its tokens, lowest row, its rows); the natural order is by falling sum.
 _Part = tuple[int, int, list[int]]
 
@@ -19,9 +21,9 @@ def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int
     """
     count = len(seqlen_list)
     if count < k_partitions:
-        raise ValueError(f"{count} sequences cannot fill {k_partitions} partitions")
+        raise BatchError(f"{count} sequences cannot fill {k_partitions} partitions")
     if equal_size and count % k_partitions:
-        raise ValueError(f"{count} sequences do not divide over {k_partitions} partitions of equal size")
+        raise BatchError(f"{count} sequences do not divide over {k_partitions} partitions of equal size")
     order = sorted(range(count), key=lambda i: (-seqlen_list[i], i))
     step = k_partitions if equal_size else 1
     # A candidate solution lists its partitions by falling sum; empty ones, which come last, are left out.
@@ -46,7 +48,7 @@ def greedy_partition(seqlen_list: Sequence[int], k_partitions: int, equal_size: 
     """The same by giving each index, the longest first, to the group with the smallest sum that has room."""
     room = len(seqlen_list) // k_partitions if equal_size else len(seqlen_list)
     if equal_size and len(seqlen_list) % k_partitions:
-        raise ValueError(f"{len(seqlen_list)} sequences do not divide over {k_partitions} partitions of equal size")
+        raise BatchError(f"{len(seqlen_list)} sequences do not divide over {k_partitions} partitions of equal size")
     sums, groups = [0] * k_partitions, [list[int]() for _ in range(k_partitions)]
     for row in sorted(range(len(seqlen_list)), key=lambda i: (-seqlen_list[i], i)):
         chosen = min((g for g in range(k_partitions) if len(groups[g]) < room), key=lambda g: (sums[g], g))

@@ -17,6 +17,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from verl.protocol import DataProto
+from verl.utils.errors import BatchError
 from verl.utils.partitions import (
     get_seqlen_balanced_partitions,
     greedy_partition,
@@ -82,7 +83,7 @@ def rearrange_micro_batches(
     """
     lengths = [int(length) for length in batch["attention_mask"].sum(-1)]
     if max(lengths) > max_token_len:
-        raise ValueError(f"a row has {max(lengths)} tokens, more than max_token_len {max_token_len}")
+        raise BatchError(f"a row has {max(lengths)} tokens, more than max_token_len {max_token_len}")
     parts = partitions_within(lengths, max_token_len)
     count = max(len(parts), min_num_micro_batch or 1)
     if dist.is_initialized() and same_micro_num_in_dp and dp_group is not None:
@@ -93,7 +94,7 @@ def rearrange_micro_batches(
     if num_batches_divided_by is not None:
         count = roundup_divisible(count, num_batches_divided_by)
     if count > len(lengths):
-        raise ValueError(f"{len(lengths)} rows cannot fill {count} micro-batches")
+        raise BatchError(f"{len(lengths)} rows cannot fill {count} micro-batches")
     parts = [sorted(part) for part in split_to(parts, lengths, count)]
     loads = calculate_workload(lengths).tolist()
     parts.sort(key=lambda part: (sum(loads[row] for row in part), part), reverse=True)
@@ -139,5 +140,5 @@ def restore_dynamic_batch(data: Tensor, batch_idx_list: Sequence[Sequence[int]])
     """Rows [B, ...] of the micro-batches, one after another, in the order of the batch."""
     order = list(chain.from_iterable(batch_idx_list))
     if len(order) != len(data):
-        raise ValueError(f"{len(data)} rows, but the micro-batches have {len(order)}")
+        raise BatchError(f"{len(data)} rows, but the micro-batches have {len(order)}")
     return data[torch.tensor(get_reverse_idx(order))]

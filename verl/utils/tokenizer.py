@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +17,11 @@ _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_
 
 
 def set_pad_token_id(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Makes the end token the pad token where there is none."""
+    """Makes the end token the pad token where there is none, with a warning."""
     if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
+        tokenizer.pad_token_id, tokenizer.pad_token = tokenizer.eos_token_id, tokenizer.eos_token
+        text = f"the tokenizer has no pad token; it is the end token now, {tokenizer.eos_token_id}"
+        warnings.warn(text, stacklevel=2)
 
 
 def hf_tokenizer(

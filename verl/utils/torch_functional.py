@@ -12,6 +12,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from verl.utils.device import resolve_device
+from verl.utils.errors import BatchError, UnknownNameError
 from verl.utils.lr_schedules import (
     get_constant_schedule_with_warmup,
     get_cosine_schedule_with_warmup,
@@ -164,7 +165,7 @@ def allgather_dict_tensors(
 def split_dict_tensor_into_batches(tensors: TensorDict, batch_size: int) -> list[TensorDict]:
     """Parts of ``batch_size`` rows each, which must divide the number of rows."""
     if tensors.batch_size[0] % batch_size:
-        raise ValueError(f"{tensors.batch_size[0]} rows do not divide into batches of {batch_size}")
+        raise BatchError(f"{tensors.batch_size[0]} rows do not divide into batches of {batch_size}")
     return list(tensors.split(batch_size))
 
 
@@ -196,7 +197,11 @@ def postprocess_data(
 
     ``left`` keeps the end, ``right`` the start, ``middle`` both halves; ``error`` is a ValueError.
     """
+    if input_ids.ndim != 2:
+        raise BatchError(f"input_ids of shape {tuple(input_ids.shape)}, expected [B, S]")
     length = input_ids.shape[-1]
+    if truncation not in ("left", "right", "middle", "error"):
+        raise BatchError(f"truncation is {truncation!r}; expected left, right, middle or error")
     if length < max_length:
         pad = [(input_ids, pad_token_id), (attention_mask, 0)]
         ids, mask = (pad_sequence_to_length(values, max_length, fill, left_pad) for values, fill in pad)
@@ -210,9 +215,9 @@ def postprocess_data(
         "middle": torch.cat([torch.arange(head), torch.arange(length - (max_length - head), length)]),
     }
     if truncation == "error":
-        raise ValueError(f"{length} tokens are more than max_length {max_length}; cut them with another truncation")
-    if truncation not in cut:
-        raise ValueError(f"truncation is {truncation!r}; expected left, right, middle or error")
+        raise UnknownNameError(
+            f"{length} tokens are more than max_length {max_length}; cut them with another truncation"
+        )
     columns = cut[truncation].to(input_ids.device)
     return input_ids[..., columns], attention_mask[..., columns]
 

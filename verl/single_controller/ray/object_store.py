@@ -10,6 +10,8 @@ from typing import Any
 
 import ray
 
+from verl.utils.errors import BatchError
+
 _NOSET = (
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES",
     "RAY_EXPERIMENTAL_NOSET_ROCR_VISIBLE_DEVICES",
@@ -31,7 +33,7 @@ def ray_noset_visible_devices(env_vars: Mapping[str, str] = os.environ) -> bool:
 def parallel_put(data_list: list[Any], max_workers: int | None = None) -> list[ray.ObjectRef]:
     """Stores every entry in Ray's object store by a pool of threads; the references are in the order of the entries."""
     if not data_list:
-        raise ValueError("data_list is empty, expected at least one entry to store")
+        raise BatchError("data_list is empty, expected at least one entry to store")
     with ThreadPoolExecutor(max_workers or min(len(data_list), _MAX_THREADS)) as pool:
         return list(pool.map(ray.put, data_list))
 

@@ -1,6 +1,13 @@
 """The typed configuration tree of a run; imports neither torch nor ray."""
 
-from verl.trainer.config.algorithm import AlgoConfig, FilterGroupsConfig, KLControlConfig, RolloutCorrectionConfig
+from verl.trainer.config.algorithm import (
+    AlgoConfig,
+    AlgorithmSection,
+    FilterGroupsConfig,
+    KLControlConfig,
+    RolloutCorrectionConfig,
+    RolloutCorrectionSection,
+)
 from verl.trainer.config.config import ActorRolloutRefConfig, PPOTrainerConfig
 from verl.trainer.config.data import DataConfig
 from verl.trainer.config.fixed_keys import WithoutEffect, variables_without_effect, without_effect_block
@@ -12,6 +19,7 @@ from verl.trainer.config.validate import config_warnings, validate_config
 __all__ = [
     "ActorRolloutRefConfig",
     "AlgoConfig",
+    "AlgorithmSection",
     "AsyncTrainingConfig",
     "ConfigError",
     "DataConfig",
@@ -19,6 +27,7 @@ __all__ = [
     "KLControlConfig",
     "PPOTrainerConfig",
     "RolloutCorrectionConfig",
+    "RolloutCorrectionSection",
     "RolloutRanksConfig",
     "TrainerConfig",
     "WithoutEffect",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megatron.core.parallel_layout import ParallelLayout
-from verl.trainer.config.algorithm import AlgoConfig
+from verl.trainer.config.algorithm import AlgorithmSection
 from verl.trainer.config.data import DataConfig
 from verl.trainer.config.schedule import ONE_STEP_OFF, AsyncTrainingConfig, RolloutRanksConfig
 from verl.trainer.config.trainer import RayConfig, TrainerConfig
@@ -60,7 +60,7 @@ class PPOTrainerConfig(Section):
 
     data: DataConfig = field(default_factory=DataConfig)
     actor_rollout_ref: ActorRolloutRefConfig = field(default_factory=ActorRolloutRefConfig)
-    algorithm: AlgoConfig = field(default_factory=AlgoConfig)
+    algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     custom_reward_function: CustomRewardFunctionConfig = field(default_factory=CustomRewardFunctionConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)

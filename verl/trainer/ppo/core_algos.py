@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from verl.trainer.ppo.aggregation import agg_loss, token_loss_weights
-from verl.trainer.ppo.algos import AdvantageEstimator, get_adv_estimator_fn, register_adv_est
+from verl.trainer.ppo.algos import ESTIMATORS, AdvantageEstimator, get_adv_estimator_fn, register_adv_est
 from verl.trainer.ppo.algos.baselines import (
     compute_gpg_outcome_advantage,
     compute_opo_outcome_advantage,
@@ -37,7 +37,7 @@ from verl.trainer.ppo.kl import (
     kl_penalty,
     kl_penalty_forward,
 )
-from verl.trainer.ppo.policy_losses import PolicyLossFn, get_policy_loss_fn, register_policy_loss
+from verl.trainer.ppo.policy_losses import LOSSES, PolicyLossFn, get_policy_loss_fn, register_policy_loss
 from verl.trainer.ppo.policy_losses.cispo import compute_policy_loss_cispo
 from verl.trainer.ppo.policy_losses.covariance import compute_policy_loss_clip_cov, compute_policy_loss_kl_cov
 from verl.trainer.ppo.policy_losses.geo_mean import compute_policy_loss_geo_mean
@@ -45,11 +45,15 @@ from verl.trainer.ppo.policy_losses.gpg import compute_policy_loss_gpg
 from verl.trainer.ppo.policy_losses.gspo import compute_policy_loss_gspo
 from verl.trainer.ppo.policy_losses.vanilla import compute_policy_loss_vanilla
 from verl.trainer.ppo.rollout_corr_helper import compute_policy_loss_with_rollout_correction
+from verl.utils.errors import BatchError
+from verl.utils.import_utils import deprecated
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto
 
 __all__ = [
+    "ADV_ESTIMATOR_REGISTRY",
+    "POLICY_LOSS_REGISTRY",
     "AdaptiveKLController",
     "AdvantageEstimator",
     "FixedKLController",
@@ -90,6 +94,10 @@ __all__ = [
 ]
 
 
+ADV_ESTIMATOR_REGISTRY = ESTIMATORS.entries
+POLICY_LOSS_REGISTRY = LOSSES.entries
+
+
 def compute_rewards(
     token_level_scores: Tensor, old_log_prob: Tensor, ref_log_prob: Tensor, kl_ratio: float | Tensor
 ) -> Tensor:
@@ -97,6 +105,7 @@ def compute_rewards(
     return token_level_scores - (old_log_prob - ref_log_prob) * kl_ratio
 
 
+@deprecated("verl.trainer.ppo.core_algos.compute_policy_loss_vanilla")
 def compute_policy_loss(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -114,7 +123,7 @@ def compute_policy_loss(
         (loss, share of clipped tokens, mean of old less new log-prob, share of tokens at the dual clip's bound).
     """
     if clip_ratio_c <= 1.0:
-        raise ValueError(f"clip_ratio_c is {clip_ratio_c}; the dual clip's bound must be above 1")
+        raise BatchError(f"clip_ratio_c is {clip_ratio_c}; the dual clip's bound must be above 1")
     config = {
         "clip_ratio": 0.2 if cliprange is None else cliprange,
         "clip_ratio_low": cliprange_low,

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl.utils.errors import BatchError, UnknownNameError
+
 
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     """Per-token estimate of KL(policy || reference), ``kl_penalty_forward``; with a ``+``, with the gradient of k2.
@@ -38,7 +40,7 @@ def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) ->
     if kl_penalty in ("low_var_kl", "k3"):
         reverse = torch.clamp(-difference, min=-20.0, max=20.0)
         return torch.clamp(reverse.exp() - reverse - 1.0, min=-10.0, max=10.0)
-    raise ValueError(
+    raise UnknownNameError(
         f"kl_penalty {kl_penalty!r} is not known; expected kl (k1), abs, mse (k2) or low_var_kl (k3), which need the "
         "log-prob of the sampled token alone"
     )
@@ -71,7 +73,7 @@ def get_kl_controller(kl_ctrl: Any) -> FixedKLController | AdaptiveKLController:
     if kl_ctrl.type == "fixed":
         return FixedKLController(kl_ctrl.kl_coef)
     if kl_ctrl.type != "adaptive":
-        raise ValueError(f"algorithm.kl_ctrl.type is {kl_ctrl.type!r}; expected fixed or adaptive")
+        raise UnknownNameError(f"algorithm.kl_ctrl.type is {kl_ctrl.type!r}; expected fixed or adaptive")
     if kl_ctrl.horizon <= 0:
-        raise ValueError(f"algorithm.kl_ctrl.horizon is {kl_ctrl.horizon}; expected above 0")
+        raise BatchError(f"algorithm.kl_ctrl.horizon is {kl_ctrl.horizon}; expected above 0")
     return AdaptiveKLController(kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon)

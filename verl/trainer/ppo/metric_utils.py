@@ -13,8 +13,9 @@ from torch import Tensor
 from verl.protocol import DataProto
 from verl.trainer.config.config import TokenLimit
 from verl.trainer.ppo.validation_statistics import bootstrap_metric, calc_maj_val, process_validation_metrics
+from verl.utils.import_utils import deprecated
 from verl.utils.megatron.packed_batch import padded_lengths
-from verl.utils.metric import reduce_metrics
+from verl.utils.metric import reduce_metrics as _reduce_metrics
 from verl.utils.timeline import Timeline, now_s
 
 __all__ = [
@@ -33,6 +34,12 @@ __all__ = [
     "process_validation_metrics",
     "reduce_metrics",
 ]
+
+
+@deprecated("verl.utils.metric.reduce_metrics")
+def reduce_metrics(metrics: dict[str, list[Any]]) -> dict[str, Any]:
+    """Upstream's older path of ``verl.utils.metric.reduce_metrics``."""
+    return _reduce_metrics(metrics)
 
 
 class PhaseSeconds(dict[str, float]):
@@ -60,7 +67,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
     """Scores and lengths of a batch and, if it was trained on, rewards, advantages and returns of response tokens.
 
     With ``values`` of a critic, which ``use_critic=False`` leaves out, how they spread and the share of the returns'
-    variance that they explain.
+    variance that they explain. A batch in upstream's form (``attention_mask``) has more figures of its lengths.
     """
     tensors = batch.batch
     lengths = _compute_response_info(batch)
@@ -75,6 +82,12 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
     is_cut = np.array([reason == "length" for reason in reasons]) if reasons is not None else None
     clipped = (response_lengths == limit).float().mean() if is_cut is None else is_cut.mean()
     metrics["response_length/clip_ratio"] = float(clipped)
+    if "attention_mask" in tensors:
+        widest = tensors["attention_mask"].shape[-1] - limit
+        metrics["prompt_length/clip_ratio"] = float((prompt_lengths == widest).float().mean())
+        metrics |= _without_aborted(response_lengths, limit)
+    if "__num_turns__" in batch.non_tensor_batch:
+        metrics |= _spread("num_turns", torch.tensor(batch.non_tensor_batch["__num_turns__"].astype(float)))
     if "advantages" in tensors:
         mask = tensors["response_mask"].bool()
         metrics |= _spread("critic/rewards", tensors["token_level_rewards"].sum(-1))
@@ -85,6 +98,16 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
             metrics |= _spread("critic/values", values)
             metrics["critic/vf_explained_var"] = float(1.0 - (returns - values).var() / (returns.var() + 1e-5))
     return metrics
+
+
+def _without_aborted(response_lengths: Tensor, limit: int) -> dict[str, float]:
+    """The share of responses without a token, and the lengths of the others."""
+    lengths = response_lengths[response_lengths > 0]
+    metrics = {"response/aborted_ratio": float((response_lengths == 0).float().mean())}
+    if len(lengths) == 0:
+        raise ValueError("every response of the batch is empty")
+    spread = _spread("response_length_non_aborted", lengths)
+    return metrics | spread | {"response_length_non_aborted/clip_ratio": float((lengths == limit).float().mean())}
 
 
 def _compute_response_info(batch: DataProto) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from verl.protocol import DataProto
-from verl.trainer.config.algorithm import RolloutCorrectionConfig
+from verl.trainer.config.algorithm import RolloutCorrectionSection
 from verl.trainer.ppo import rollout_correction as arithmetic
 from verl.trainer.ppo.aggregation import agg_loss
 from verl.trainer.ppo.rollout_correction import PREFIX, SAFETY_BOUND
@@ -117,7 +117,7 @@ def compute_rollout_correction_and_rejection_mask(
     Raises:
         ValueError: a key has a value that the config would refuse, or there is no response token.
     """
-    config = RolloutCorrectionConfig(
+    config = RolloutCorrectionSection(
         rollout_is=rollout_is,
         rollout_is_threshold=2.0 if rollout_is_threshold is None else rollout_is_threshold,
         rollout_rs=rollout_rs,
@@ -153,7 +153,7 @@ def compute_rollout_correction_and_add_to_batch(
 
     ``rollout_corr_config`` is the section ``algorithm.rollout_correction``, or a mapping with its keys.
     """
-    keys = {field.name for field in fields(RolloutCorrectionConfig)} - {"bypass_mode"}
+    keys = {field.name for field in fields(RolloutCorrectionSection)} - {"bypass_mode"}
     given = {key: value for key in keys if (value := _knob(rollout_corr_config, key)) is not None}
     given.setdefault("rollout_rs_threshold", given.get("rollout_is_threshold", 2.0))
     tensors = batch.batch

@@ -22,7 +22,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from verl.trainer.config.algorithm import RolloutCorrectionConfig
+from verl.trainer.config.algorithm import RolloutCorrectionSection
 
 SAFETY_BOUND = 20.0  # of log-ratios before exp; e^20 is far beyond every threshold
 PREFIX = "rollout_corr/"
@@ -40,7 +40,7 @@ def corrections(
     old_log_prob: Tensor,
     rollout_log_prob: Tensor,
     response_mask: Tensor,
-    config: RolloutCorrectionConfig,
+    config: RolloutCorrectionSection,
     over_ranks: OverRanks = one_rank,
 ) -> tuple[Tensor | None, Tensor, dict[str, float]]:
     """(weights [B, R] or None, kept response tokens [B, R], metrics); weights are 0 outside the response."""

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from verl.protocol import DataProto
-from verl.trainer.config.algorithm import AlgoConfig
+from verl.trainer.config.algorithm import AlgorithmSection
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.algos import AdvantageEstimator, get_adv_estimator_fn
 
@@ -43,7 +43,7 @@ def compute_advantage(
     lam: float = 1.0,
     num_repeat: int = 1,
     norm_adv_by_std_in_grpo: bool = True,
-    config: AlgoConfig | None = None,
+    config: AlgorithmSection | None = None,
 ) -> DataProto:
     """Adds ``advantages`` and ``returns`` [B, R]; a pure function of the rewards and the prompt groups (``uid``).
 
@@ -58,7 +58,7 @@ def compute_advantage(
     given: dict[str, Any] = {
         "token_level_rewards": columns["token_level_rewards"],
         "response_mask": columns["response_mask"].float(),
-        "config": AlgoConfig() if config is None else config,
+        "config": AlgorithmSection() if config is None else config,
         "gamma": gamma,
         "lam": lam,
         "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo,

@@ -37,11 +37,12 @@ def calculate_debug_metrics(data: DataProto) -> dict[str, Any]:
     """``training/rollout_probs_diff_*`` and their correlation, of a batch with both kinds of log-probs.
 
     Reads ``rollout_log_probs``, ``old_log_probs`` [B, R], ``responses`` and ``response_mask`` (or else the end of
-    ``attention_mask``). ``training/rollout_probs_diff_valid`` is 0, and the only metric, when no token is scored.
+    ``attention_mask``; every token without both). ``training/rollout_probs_diff_valid`` is 0, and the only metric, when no token is scored.
     """
     batch = data.batch
     length = batch["responses"].shape[1]
-    mask = (batch["response_mask"] if "response_mask" in batch else batch["attention_mask"])[:, -length:].bool()
+    named = next((name for name in ("response_mask", "attention_mask") if name in batch), None)
+    mask = (torch.ones_like(batch["old_log_probs"]) if named is None else batch[named])[:, -length:].bool()
     if not mask.any():
         return {"training/rollout_probs_diff_valid": 0}
     ours, theirs = batch["old_log_probs"].exp(), batch["rollout_log_probs"].exp()

@@ -119,6 +119,35 @@ def marked_timer(
         yield
 
 
+def mark_start_range(
+    message: str | None = None, color: str | None = None, domain: str | None = None, category: str | None = None
+) -> Any:
+    """Begins a range of torch's profiler, for ``mark_end_range``; the other arguments are marks of other profilers."""
+    mark = record_function(message or "range")
+    mark.__enter__()
+    return mark
+
+
+def mark_end_range(range_id: Any) -> None:
+    range_id.__exit__(None, None, None)
+
+
+def mark_annotate(
+    message: str | None = None, color: str | None = None, domain: str | None = None, category: str | None = None
+) -> Callable[[Function], Function]:
+    """Decorator that makes each call a range called ``message``, or as the function is."""
+
+    def decorate(function: Function) -> Function:
+        @functools.wraps(function)
+        def annotated(*args: Any, **kwargs: Any) -> Any:
+            with record_function(message or function.__name__):
+                return function(*args, **kwargs)
+
+        return annotated  # type: ignore[return-value]
+
+    return decorate
+
+
 def reduce_timing(timing_raw: dict[str, float], reduce_op: Any = dist.ReduceOp.AVG) -> dict[str, float]:
     """Every figure over all ranks, by name; as they are without torch.distributed. Collective.
 

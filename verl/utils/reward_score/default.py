@@ -5,6 +5,8 @@ from __future__ import annotations
 import fnmatch
 from typing import Any
 
+from verl.utils.errors import UnknownNameError
+
 # Sources whose answers are Python programs, under the names that verl knows them by, and any other that says so.
 CODE_SOURCES = ("codecontests", "apps", "codeforces", "taco", "code", "code/*")
 # Sources of mathematics, by the module that grades them.
@@ -70,7 +72,7 @@ def default_compute_score(
         from verl.utils.reward_score import math_dapo
 
         return math_dapo.compute_score(solution_str, ground_truth, **kwargs)
-    raise ValueError(
+    raise UnknownNameError(
         f"data source {data_source!r} has no reward function of its own; name one in custom_reward_function.path "
         f"or custom_reward_function.by_data_source (without one: {', '.join(DEFAULT_SOURCES)})"
     )

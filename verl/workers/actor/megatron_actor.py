@@ -25,7 +25,7 @@ from megatron.core.transformer.moe.router_replay import MicroBatchRouting, Route
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock, collect_mtp_losses
 from megatron.core.transformer.transformer_config import TransformerConfig
 from verl.protocol import DataProto
-from verl.trainer.config.algorithm import RolloutCorrectionConfig
+from verl.trainer.config.algorithm import RolloutCorrectionSection
 from verl.utils.megatron.packed_batch import PackedMicroBatch, pack_micro_batch, padded_lengths, scatter_to_rows
 from verl.utils.megatron.reduce import reduce_over
 from verl.utils.partitions import get_seqlen_balanced_partitions, partitions_within, split_to
@@ -54,10 +54,10 @@ class MegatronPPOActor(BasePPOActor):
         actor_module: DistributedDataParallel | GPTModel | ModelChunks,
         actor_optimizer: DistributedOptimizer | None = None,
         scheduler: OptimizerParamScheduler | None = None,
-        rollout_correction: RolloutCorrectionConfig | None = None,
+        rollout_correction: RolloutCorrectionSection | None = None,
     ) -> None:
         self.config = config
-        self.rollout_correction = rollout_correction or RolloutCorrectionConfig()
+        self.rollout_correction = rollout_correction or RolloutCorrectionSection()
         self.tf_config = tf_config
         self.groups = groups
         self.actor_module = actor_module

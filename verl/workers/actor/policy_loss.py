@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron.core.parallel_state import ProcessGroups
 from megatron.core.utils import async_h2d
 from verl.protocol import DataProto
-from verl.trainer.config import RolloutCorrectionConfig
+from verl.trainer.config import RolloutCorrectionSection
 from verl.trainer.ppo.aggregation import token_loss_weights
 from verl.trainer.ppo.kl import kl_penalty
 from verl.trainer.ppo.policy_losses import SequenceMean, TokenForm, get_policy_loss_fn, token_form
@@ -289,7 +289,7 @@ class UpdateMetrics:
 
 
 def corrected(
-    data: DataProto, config: RolloutCorrectionConfig, groups: ProcessGroups, device: torch.device
+    data: DataProto, config: RolloutCorrectionSection, groups: ProcessGroups, device: torch.device
 ) -> tuple[DataProto, dict[str, float]]:
     """``data`` with ``rollout_is_weights`` (where requested) and ``kept_mask`` [B, R], and metrics of the whole batch.
 

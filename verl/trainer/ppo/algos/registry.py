@@ -12,7 +12,7 @@ from torch import Tensor
 from verl.trainer.ppo.algos.groups import GroupIndex
 from verl.utils.registry import Registry
 
-# (token_level_rewards [B, R], response_mask [B, R], config: AlgoConfig, index: the group of each row), all by keyword
+# (token_level_rewards [B, R], response_mask [B, R], config: AlgorithmSection, index: the group of each row), all by keyword
 # -> (advantages, returns) [B, R]
 AdvantageFn = Callable[..., tuple[Tensor, Tensor]]
 
