@@ -21,7 +21,7 @@ from verl.single_controller.base import Worker, WorkerDiedError, WorkerError, Wo
 from verl.single_controller.base.decorator import (
     Dispatch,
     Execute,
-    dispatch_all_to_all,
+    dispatch_dp_compute,
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
@@ -209,7 +209,7 @@ def test_calls_over_a_2x2_mesh(local_ray: None) -> None:
         assert group.add_rank([10, 20, 30, 40]) == [10, 21, 32, 43]
         assert group.who() == 0
         pending = group.later(7)
-        assert pending.get() == [7] * 4
+        assert ray.get(pending) == [7] * 4
         check_environment(group)
         with pytest.raises(AttributeError, match="no method 'doubel'"):
             group.doubel(data)
@@ -283,11 +283,11 @@ def test_devices_take_one_resource_and_stay_visible() -> None:
     assert env["RANK"] == "9" and env["RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES"] == "1"
 
 
-def test_all_to_all_wants_one_entry_per_rank() -> None:
+def test_dp_compute_wants_one_entry_per_rank() -> None:
     group = WorkerGroup("g", worker_class(), world_size=2)
-    assert dispatch_all_to_all(group, [1, 2], key=[3, 4]) == (([1, 2],), {"key": [3, 4]})
+    assert dispatch_dp_compute(group, [1, 2], key=(3, 4)) == (([1, 2],), {"key": [3, 4]})
     with pytest.raises(ValueError, match="argument 0 must be a list of 2"):
-        dispatch_all_to_all(group, [1])
+        dispatch_dp_compute(group, [1])
 
 
 def test_a_mesh_has_one_collecting_rank_per_part() -> None:

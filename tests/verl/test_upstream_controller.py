@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,12 +24,15 @@ from verl.single_controller.base.decorator import (
     Dispatch,
     Execute,
     collect_nd_compute,
+    dispatch_dp_compute,
     dispatch_nd_compute,
     dispatch_nd_compute_dataproto,
     dispatch_one_to_all,
+    dummy_direct_rollout_call,
     get_predefined_dispatch_fn,
     register,
     register_dispatch_mode,
+    update_dispatch_mode,
 )
 from verl.single_controller.ray import (
     RayClassWithInitArgs,
@@ -35,6 +41,7 @@ from verl.single_controller.ray import (
     create_colocated_worker_cls,
     create_colocated_worker_cls_fused,
 )
+from verl.single_controller.ray.base import create_colocated_worker_raw_cls, merge_resource_pool
 
 
 def test_signatures_are_upstreams() -> None:
@@ -42,7 +49,13 @@ def test_signatures_are_upstreams() -> None:
     assert not module_differences(
         f"{base}.decorator",
         *("MAGIC_ATTR", "Dispatch", "Execute", "init_predefined_dispatch_mode", "init_predefined_execute_mode"),
-        *("dispatch_one_to_all", "dispatch_all_to_all", "collect_all_to_all", "dispatch_dp_compute"),
+        *(
+            "dummy_direct_rollout_call",
+            "dispatch_one_to_all",
+            "dispatch_all_to_all",
+            "collect_all_to_all",
+            "dispatch_dp_compute",
+        ),
         *("collect_dp_compute", "dispatch_dp_compute_data_proto", "dispatch_dp_compute_data_proto_with_func"),
         *("collect_dp_compute_data_proto", "dispatch_nd_compute", "collect_nd_compute"),
         *("dispatch_nd_compute_dataproto", "collect_nd_compute_dataproto", "dispatch_lazy_compute_data_proto"),
@@ -59,13 +72,15 @@ def test_signatures_are_upstreams() -> None:
         assert isinstance(member, property) or differences(member, worker[name]) == []
     controller = "verl.single_controller.ray.base"
     group = upstream_api()[controller].classes["RayWorkerGroup"].methods
-    for name in ("__init__", "spawn", "spawn_fused", "fuse", "execute_all_sync", "execute_rank_zero_async"):
+    names = ("__init__", "from_detached", "spawn", "spawn_fused", "fuse", "execute_all_sync", "execute_rank_zero_async")
+    for name in names:
         assert differences(getattr(RayWorkerGroup, name), group[name]) == []
     pool = upstream_api()[controller].classes["RayResourcePool"].methods
     assert differences(RayResourcePool.__init__, pool["__init__"]) == []
     assert not module_differences(
         controller,
         *("create_colocated_worker_cls", "create_colocated_worker_raw_cls", "create_colocated_worker_cls_fused"),
+        *("FusedWorkerCLSName", "get_random_string", "merge_resource_pool"),
     )
 
 
@@ -89,9 +104,12 @@ def test_a_mode_of_the_user_is_registered_once() -> None:
     try:
         mode: Any = Dispatch["REVERSED"]
         fns = get_predefined_dispatch_fn(mode)
-        assert fns.dispatch(Ranks(), [1, 2, 3, 4]) == [((4,), {}), ((3,), {}), ((2,), {}), ((1,), {})]
+        assert fns["dispatch_fn"](Ranks(), [1, 2, 3, 4]) == (([4, 3, 2, 1],), {})
+        assert fns["collect_fn"](Ranks(), [1, 2, 3, 4]) == 10 and DISPATCH_MODE_FN_REGISTRY[mode] is fns
         with pytest.raises(ValueError, match="already exists"):
-            register_dispatch_mode("reversed", fns.dispatch, fns.collect)
+            register_dispatch_mode("reversed", **fns)
+        update_dispatch_mode(mode, fns["collect_fn"], fns["collect_fn"])
+        assert get_predefined_dispatch_fn(mode)["dispatch_fn"] is fns["collect_fn"]
     finally:
         del DISPATCH_MODE_FN_REGISTRY[Dispatch.remove("reversed")]
 
@@ -99,8 +117,21 @@ def test_a_mode_of_the_user_is_registered_once() -> None:
 def test_a_pool_numbers_its_processes() -> None:
     pool = ResourcePool([2, 1])
     assert (pool.world_size, pool.local_world_size_list(), pool.local_rank_list()) == (3, [2, 2, 1], [0, 1, 0])
-    with pytest.raises(ValueError, match="detached=True"):
-        RayResourcePool([1], detached=True)
+    merged = merge_resource_pool(RayResourcePool([2], name_prefix="a"), RayResourcePool([1], name_prefix="b"))
+    assert merged.store == [2, 1] and merged.name_prefix == "a_b"
+    with pytest.raises(AssertionError, match="use_gpu"):
+        merge_resource_pool(RayResourcePool([2]), RayResourcePool([1], use_gpu=False))
+
+
+def test_what_is_no_mode_is_refused() -> None:
+    with pytest.raises(AssertionError, match="expected one of"):
+        register(dispatch_mode="ONE_TO_ALL")  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match=r"needs \['collect_fn'\]"):
+        register(dispatch_mode={"dispatch_fn": dispatch_one_to_all})
+    with pytest.raises(AssertionError, match="must be a list of 4 entries"):
+        dispatch_dp_compute(Ranks(), [1, 2])
+    with pytest.raises(NotImplementedError, match="not called through its group"):
+        dummy_direct_rollout_call(Ranks())
 
 
 def worker_classes() -> tuple[type[Worker], type[Worker]]:
@@ -134,8 +165,29 @@ def worker_classes() -> tuple[type[Worker], type[Worker]]:
         def weigh(self, value: int) -> int:
             return value * (self.rank + 1)
 
+        @register()
+        def with_rank(self, number: float) -> float:
+            return number + self.rank
+
+        @register()
+        async def doubled(self, number: int) -> int:
+            return 2 * number
+
+        @register(blocking=False)
+        def later(self, number: int) -> int:
+            if number < 0:
+                raise ZeroDivisionError("below 0")
+            return number
+
+        @register(execute_mode=Execute.RANK_ZERO)
+        def length(self, numbers: list[int]) -> int:
+            return len(numbers)
+
         def plain(self, value: int) -> int:
             return value + self.offset
+
+        def variables(self, names: list[str]) -> list[str]:
+            return [os.environ[name] for name in names]
 
     class Reader(Worker):
         @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.ALL)
@@ -168,6 +220,22 @@ def test_a_users_workers_alone_and_several_in_a_process(local_ray: None) -> None
         assert group.first(5) == 5 and group.weigh([1, 2]) == 2 * 1 + 1 * 2
         assert group.execute_all_sync("plain", 1) == [11, 11] and group.execute_all_sync("plain", [1, 2]) == [11, 12]
         assert ray.get(group.execute_rank_zero_async("plain", 4)) == 14
+        assert group.with_rank(0.5) == [0.5, 1.5] and group.with_rank([1, 2]) == [1, 3]  # one for all, or one each
+        assert group.doubled(3) == [6, 6] and group.length([7, 7]) == 2
+        answers = group.later([1, 2])
+        assert ray.get(answers) == [1, 2] and ray.get(group.later(answers)) == [1, 2]
+        with pytest.raises(ZeroDivisionError, match="below 0"):
+            ray.get(group.later(-1))
+        padded_later = group.add_later(numbers(3, auto_padding=True))
+        assert padded_later.get().batch["x"].tolist() == [10, 11, 12]
+        names = ["RAY_LOCAL_RANK", "RAY_LOCAL_WORLD_SIZE", "LOCAL_WORLD_SIZE"]
+        assert group.execute_all_sync("variables", names) == [["0", "2", "2"], ["1", "2", "2"]]
+        others = RayWorkerGroup.from_detached(
+            worker_names=group.worker_names, ray_cls_with_init=RayClassWithInitArgs(adder)
+        )
+        assert others.world_size == 2 and others.first(5) == 5
+        others.shutdown()
+        assert group.first(6) == 6  # they were not the other's to end
 
         def scaled(worker: Any, data: DataProto) -> DataProto:
             data.batch["x"] *= worker.offset
@@ -184,7 +252,42 @@ def test_a_users_workers_alone_and_several_in_a_process(local_ray: None) -> None
             both.spawn({"critic"})
         both.fuse({"adder"})
         assert both.adder.first(3) == 3
-    assert create_colocated_worker_cls_fused(init).args[0].keys() == init.keys()
+    assert create_colocated_worker_cls_fused(init).cls.class_dict.keys() == init.keys()
+
+
+def test_a_users_class_over_colocated_workers_and_detached_ones(local_ray: None) -> None:
+    adder, reader = worker_classes()
+    init = {"adder": RayClassWithInitArgs(adder, offset=20), "reader": RayClassWithInitArgs(reader)}
+
+    class Both(create_colocated_worker_raw_cls(init)):  # type: ignore[misc]
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def sum(self, number: int) -> int:
+            return self.adder.plain(number) + self.reader.offset_beside()
+
+    pool = RayResourcePool([1], use_gpu=False, detached=True)
+    settings = {"detached": True, "name_prefix": "kept", "num_cpus_per_worker": 0.25}
+    with RayWorkerGroup(pool, RayClassWithInitArgs(ray.remote(Both)), **settings) as both:
+        both.fuse(init)
+        assert both.sum(1) == [41] and both.adder.first(3) == 3 and both.worker_names == ["keptBoth_0:0"]
+
+
+def test_a_dead_worker_aborts_the_process_that_watches(local_ray: None) -> None:
+    caught: list[int] = []
+    before = signal.signal(signal.SIGABRT, lambda number, frame: caught.append(number))
+    try:
+        with RayWorkerGroup(
+            RayResourcePool([1], use_gpu=False), RayClassWithInitArgs(worker_classes()[1]), num_cpus_per_worker=0.25
+        ) as group:
+            group.start_worker_aliveness_check(every_n_seconds=0.1)
+            time.sleep(0.5)
+            assert not caught
+            ray.kill(group.workers[0])
+            deadline = time.monotonic() + 20
+            while not caught and time.monotonic() < deadline:
+                time.sleep(0.1)
+    finally:
+        signal.signal(signal.SIGABRT, before)
+    assert caught == [signal.SIGABRT]
 
 
 def test_the_workers_of_the_page_run(local_ray: None) -> None:

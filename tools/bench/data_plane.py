@@ -65,7 +65,7 @@ class Rank(Worker):
             }
         return self._answers[way]
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def train(self, part: DataProto) -> float:
         """When the part was here, by the machine's clock."""
         return time.monotonic()
@@ -133,7 +133,7 @@ def measure(group: PlayedGroup, num_rows: int, lengths: tuple[int, int]) -> dict
 def _update(group: PlayedGroup, batch: DataProto) -> tuple[DataProto, float, PendingCall]:
     start_s = time.monotonic()
     request = worker_batch(batch, "advantages")
-    return request, start_s, group.train(request)
+    return request, start_s, group.start("train", request)
 
 
 def _report(found: dict[tuple[str, str], dict[str, float]]) -> None:

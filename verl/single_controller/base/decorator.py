@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from verl.protocol import BY_RANK, DataProto, pad_dataproto_to_divisor
+from verl.protocol import BY_RANK, DataProto, DataProtoFuture, pad_dataproto_to_divisor
 from verl.utils.dynamic_enum import DynamicEnum
+from verl.utils.errors import BatchError, UnknownNameError
 
 if TYPE_CHECKING:
     from verl.single_controller.base.worker import Worker
     from verl.single_controller.base.worker_group import WorkerGroup
 
 MAGIC_ATTR = "attrs_3141562937"  # upstream's: what a method has that a group may call
-EVERY_RANK = "every rank"  # the mesh of a group in which each rank takes a part of its own
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 RankCall = tuple[tuple, dict[str, Any]]
@@ -28,11 +28,12 @@ class Dispatch(DynamicEnum):
     _registry: ClassVar[dict[str, DynamicEnum]] = {}
     _next_value: ClassVar[int] = 0
     ONE_TO_ALL: ClassVar[Any]  # every rank gets the same arguments; a list of outputs comes back
-    ALL_TO_ALL: ClassVar[Any]  # every argument is a list with one entry per rank; a list of outputs comes back
-    DP_COMPUTE: ClassVar[Any]  # as ALL_TO_ALL (upstream's name where every rank is one data-parallel replica)
+    ALL_TO_ALL: ClassVar[Any]  # lists with one entry per rank are spread, other arguments go to every rank
+    DP_COMPUTE: ClassVar[Any]  # every argument is a list with one entry per rank; a list of outputs comes back
     DP_COMPUTE_PROTO: ClassVar[Any]  # every rank gets one equal part of each DataProto; outputs are concatenated
     DP_COMPUTE_PROTO_WITH_FUNC: ClassVar[Any]  # the same; the first argument is a function that every rank gets
     DP_COMPUTE_METRIC: ClassVar[Any]  # parts as DP_COMPUTE_PROTO; a list of outputs comes back
+    DIRECT_ROLLOUT_METHOD: ClassVar[Any]  # not called through a group
 
 
 class Execute(DynamicEnum):
@@ -59,7 +60,7 @@ def init_predefined_execute_mode() -> None:
 
 _MODES = (
     *("RANK_ZERO", "ONE_TO_ALL", "ALL_TO_ALL", "DP_COMPUTE", "DP_COMPUTE_PROTO", "DP_COMPUTE_PROTO_WITH_FUNC"),
-    "DP_COMPUTE_METRIC",
+    *("DP_COMPUTE_METRIC", "DIRECT_ROLLOUT_METHOD"),
 )
 init_predefined_dispatch_mode()
 init_predefined_execute_mode()
@@ -104,17 +105,22 @@ def register(
     Args:
         dispatch_mode: a registered mode, or ``{"dispatch_fn": ..., "collect_fn": ...}`` as in
             ``register_dispatch_mode``.
-        blocking: False: the call returns a ``PendingCall``, which can be an argument of further calls.
+        blocking: False: the call returns what it would collect, with references of Ray in the place of outputs: a list
+            for ``ray.get``, or a ``DataProtoFuture`` where outputs are batches; both can be arguments of further calls.
         materialize_futures: whether a worker gets such an argument's output; there is no other way here.
     """
     if not materialize_futures:
         raise ValueError("materialize_futures=False: arguments are always complete before a call of theirs starts")
-    if isinstance(dispatch_mode, Dispatch):
-        fns = DISPATCH_MODE_FN_REGISTRY[dispatch_mode]
-        is_rank_zero = execute_mode is Execute.RANK_ZERO or dispatch_mode is Dispatch["RANK_ZERO"]
+    _check_dispatch_mode(dispatch_mode)
+    _check_execute_mode(execute_mode)
+    is_rank_zero = execute_mode is Execute.RANK_ZERO or dispatch_mode is Dispatch["RANK_ZERO"]
+    if isinstance(dispatch_mode, DispatchFns):
+        fns = dispatch_mode
+    elif is_rank_zero and dispatch_mode is Dispatch.ALL_TO_ALL:
+        fns = _users_fns(dispatch_one_to_all, collect_all_to_all)  # a list is no list of ranks' values
     else:
-        fns = dispatch_mode if isinstance(dispatch_mode, DispatchFns) else _users_fns(**dispatch_mode)
-        is_rank_zero = execute_mode is Execute.RANK_ZERO
+        functions = get_predefined_dispatch_fn(dispatch_mode) if isinstance(dispatch_mode, Dispatch) else dispatch_mode
+        fns = _users_fns(**functions)
     registration = Registration(fns, is_rank_zero, blocking)
 
     def mark(method: Method) -> Method:
@@ -122,6 +128,20 @@ def register(
         return method
 
     return mark
+
+
+def _check_dispatch_mode(dispatch_mode: Any) -> None:
+    """AssertionError: not a mode, nor a mapping with the two functions of one."""
+    if isinstance(dispatch_mode, Mapping):
+        if missing := sorted({"dispatch_fn", "collect_fn"} - set(dispatch_mode)):
+            raise BatchError(f"a dispatch mode of functions needs {missing}")
+    elif not isinstance(dispatch_mode, Dispatch | DispatchFns):
+        raise BatchError(f"dispatch_mode is {dispatch_mode!r}; expected one of {Dispatch.names()}, or its functions")
+
+
+def _check_execute_mode(execute_mode: Any) -> None:
+    if not isinstance(execute_mode, Execute):
+        raise BatchError(f"execute_mode is {execute_mode!r}; expected one of {Execute.names()}")
 
 
 def registered_methods(worker_cls: type[Worker]) -> dict[str, Registration]:
@@ -138,14 +158,13 @@ def dispatch_one_to_all(worker_group: Any, *args: Any, **kwargs: Any) -> Spread:
 
 
 def dispatch_all_to_all(worker_group: Any, *args: Any, **kwargs: Any) -> Spread:
-    """Every argument as it is: a list with one entry per rank; ValueError for another one."""
-    named = {**{f"argument {i}": value for i, value in enumerate(args)}, **kwargs}
-    for name, value in named.items():
-        if not isinstance(value, list | tuple) or len(value) != worker_group.world_size:
-            raise ValueError(
-                f"{name} must be a list of {worker_group.world_size} entries, one per rank, got {value!r:.200}"
-            )
+    """Every argument as it is: a group spreads lists with one entry per rank, when all arguments are such lists."""
     return args, kwargs
+
+
+def dummy_direct_rollout_call(worker_group: Any, *args: Any, **kwargs: Any) -> Spread:
+    """NotImplementedError: such a method is called on its worker, not through a group."""
+    raise UnknownNameError("a direct rollout method is not called through its group")
 
 
 def collect_all_to_all(worker_group: Any, output: list[Any]) -> list[Any]:
@@ -153,7 +172,14 @@ def collect_all_to_all(worker_group: Any, output: list[Any]) -> list[Any]:
 
 
 def dispatch_dp_compute(worker_group: Any, *args: Any, **kwargs: Any) -> Spread:
-    return dispatch_all_to_all(worker_group, *args, **kwargs)
+    """Every argument as it is: a list with one entry per rank; an AssertionError for another one."""
+    named = {**{f"argument {i}": value for i, value in enumerate(args)}, **kwargs}
+    for name, value in named.items():
+        if not isinstance(value, list | tuple) or len(value) != worker_group.world_size:
+            raise BatchError(
+                f"{name} must be a list of {worker_group.world_size} entries, one per rank, got {value!r:.200}"
+            )
+    return tuple(list(value) for value in args), {key: list(value) for key, value in kwargs.items()}
 
 
 def collect_dp_compute(worker_group: Any, output: list[Any]) -> list[Any]:
@@ -168,7 +194,7 @@ def dispatch_dp_compute_data_proto(worker_group: Any, *args: Any, **kwargs: Any)
 def dispatch_dp_compute_data_proto_with_func(worker_group: Any, *args: Any, **kwargs: Any) -> Spread:
     """The same; the first argument is a function, which every rank gets."""
     if not args or not callable(args[0]):
-        raise ValueError("the first argument of such a call is a function")
+        raise BatchError("the first argument of such a call is a function")
     parts, named = dispatch_dp_compute_data_proto(worker_group, *args[1:], **kwargs)
     return ([args[0]] * worker_group.world_size, *parts), named
 
@@ -184,7 +210,7 @@ def dispatch_nd_compute(
     """Entry ``dp_rank_mapping[r]`` of every argument, a list with ``dp_size`` entries, for rank r."""
     for value in (*args, *kwargs.values()):
         if not isinstance(value, list | tuple) or len(value) != dp_size:
-            raise ValueError(f"every argument is a list of {dp_size} entries, one per part, got {value!r:.200}")
+            raise BatchError(f"every argument is a list of {dp_size} entries, one per part, got {value!r:.200}")
     spread = tuple([value[dp] for dp in dp_rank_mapping] for value in args)
     return spread, {key: [value[dp] for dp in dp_rank_mapping] for key, value in kwargs.items()}
 
@@ -217,8 +243,8 @@ def collect_lazy_compute_data_proto(mesh_name: str, worker_group: Any, *args: An
     return collect_nd_compute_dataproto(list(worker_group.mesh(mesh_name).is_collect), worker_group, *args, **kwargs)
 
 
-def get_predefined_dispatch_fn(dispatch_mode: Dispatch) -> DispatchFns:
-    """The functions of a registered mode."""
+def get_predefined_dispatch_fn(dispatch_mode: Any) -> dict[str, Callable[..., Any]]:
+    """``dispatch_fn`` and ``collect_fn`` of a registered mode."""
     return DISPATCH_MODE_FN_REGISTRY[dispatch_mode]
 
 
@@ -232,14 +258,15 @@ def register_dispatch_mode(
         collect_fn: (group, outputs of the ranks) -> the output of the call.
     """
     mode: Any = Dispatch.register(dispatch_mode_name)
-    DISPATCH_MODE_FN_REGISTRY[mode] = _users_fns(dispatch_fn, collect_fn)
+    update_dispatch_mode(mode, dispatch_fn, collect_fn)
 
 
 def update_dispatch_mode(
     dispatch_mode: Dispatch, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]
 ) -> None:
     """Gives a registered mode other functions, for the methods that are registered from now on."""
-    DISPATCH_MODE_FN_REGISTRY[dispatch_mode] = _users_fns(dispatch_fn, collect_fn)
+    _check_dispatch_mode(dispatch_mode)
+    DISPATCH_MODE_FN_REGISTRY[dispatch_mode] = _fns(dispatch_fn, collect_fn)
 
 
 def get_predefined_execute_fn(execute_mode: Execute) -> dict[str, str]:
@@ -261,7 +288,7 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str, *, all_ranks_report: b
             spread_args = [_parts(group, value, mesh.dp_size) for value in args]
             spread_kwargs = {key: _parts(group, value, mesh.dp_size) for key, value in kwargs.items()}
         except ValueError as error:
-            raise ValueError(f"mesh {mesh_name!r} of group {group.name!r} (dp size {mesh.dp_size}): {error}") from error
+            raise BatchError(f"mesh {mesh_name!r} of group {group.name!r} (dp size {mesh.dp_size}): {error}") from error
         return [
             (tuple(parts[dp] for parts in spread_args), {key: parts[dp] for key, parts in spread_kwargs.items()})
             for dp in mesh.dp_ranks
@@ -272,9 +299,9 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str, *, all_ranks_report: b
         mesh = group.mesh(mesh_name)
         order = sorted((dp, rank) for rank, dp in enumerate(mesh.dp_ranks) if mesh.is_collect[rank])
         collected = [outputs[rank] for _, rank in order]
-        if not all(isinstance(part, DataProto) for part in collected):
-            return collected
-        output = DataProto.concat(collected)
+        output = _joined(collected)
+        if not isinstance(output, DataProto):
+            return output
         if all_ranks_report:
             reports = [DataProto(meta_info={BY_RANK: part.meta_info[BY_RANK]}) for part in outputs]
             output.meta_info |= DataProto.concat(reports).meta_info
@@ -308,6 +335,8 @@ def _spread_parts(group: Any, dp_ranks: list[int], dp_size: int, args: tuple, kw
 
 
 def _joined(outputs: list[Any]) -> Any:
+    if outputs and all(hasattr(part, "task_id") for part in outputs):  # Ray's references to batches to come
+        return DataProtoFuture.concat(outputs)
     return DataProto.concat(outputs) if all(isinstance(part, DataProto) for part in outputs) else outputs
 
 
@@ -316,25 +345,25 @@ def _users_fns(dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]) 
 
 
 def _rank_calls(dispatch_fn: Callable[..., Spread], group: WorkerGroup, *args: Any, **kwargs: Any) -> list[RankCall]:
-    """The arguments of each rank from lists with one entry per rank."""
+    """The arguments of each rank: its entries, if all are lists with one per rank, else all of them as they are."""
     spread, named = dispatch_fn(group, *args, **kwargs)
     ranks = range(group.world_size)
-    wrong = [len(values) for values in (*spread, *named.values()) if len(values) != group.world_size]
-    if wrong:
-        raise ValueError(f"the dispatch function gives lists of {wrong} entries for {group.world_size} ranks")
+    if not all(isinstance(v, list) and len(v) == group.world_size for v in (*spread, *named.values())):
+        return [(tuple(spread), named) for _ in ranks]
     return [(tuple(v[rank] for v in spread), {key: v[rank] for key, v in named.items()}) for rank in ranks]
 
 
-_ALL_TO_ALL = _users_fns(dispatch_all_to_all, collect_all_to_all)
-_PARTS = make_nd_compute_dataproto_dispatch_fn(EVERY_RANK)
-DISPATCH_MODE_FN_REGISTRY: dict[Any, DispatchFns] = {
-    Dispatch["RANK_ZERO"]: _users_fns(dispatch_one_to_all, collect_all_to_all),
-    Dispatch.ONE_TO_ALL: _users_fns(dispatch_one_to_all, collect_all_to_all),
-    Dispatch.ALL_TO_ALL: _ALL_TO_ALL,
-    Dispatch.DP_COMPUTE: _ALL_TO_ALL,
-    Dispatch.DP_COMPUTE_PROTO: _PARTS,
-    Dispatch.DP_COMPUTE_PROTO_WITH_FUNC: _users_fns(
-        dispatch_dp_compute_data_proto_with_func, collect_dp_compute_data_proto
-    ),
-    Dispatch.DP_COMPUTE_METRIC: _users_fns(dispatch_dp_compute_data_proto, collect_dp_compute),
+def _fns(dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    return {"dispatch_fn": dispatch_fn, "collect_fn": collect_fn}
+
+
+DISPATCH_MODE_FN_REGISTRY: dict[Any, dict[str, Callable[..., Any]]] = {
+    Dispatch["RANK_ZERO"]: _fns(dispatch_one_to_all, collect_all_to_all),
+    Dispatch.ONE_TO_ALL: _fns(dispatch_one_to_all, collect_all_to_all),
+    Dispatch.ALL_TO_ALL: _fns(dispatch_all_to_all, collect_all_to_all),
+    Dispatch.DP_COMPUTE: _fns(dispatch_dp_compute, collect_dp_compute),
+    Dispatch.DP_COMPUTE_PROTO: _fns(dispatch_dp_compute_data_proto, collect_dp_compute_data_proto),
+    Dispatch.DP_COMPUTE_PROTO_WITH_FUNC: _fns(dispatch_dp_compute_data_proto_with_func, collect_dp_compute_data_proto),
+    Dispatch.DP_COMPUTE_METRIC: _fns(dispatch_dp_compute_data_proto, collect_dp_compute),
+    Dispatch.DIRECT_ROLLOUT_METHOD: _fns(dummy_direct_rollout_call, dummy_direct_rollout_call),
 }

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,9 +13,10 @@ from functools import partial
 from typing import Any
 
 from verl.protocol import DataProto, DataProtoFuture
-from verl.single_controller.base.decorator import EVERY_RANK, Registration, registered_methods
+from verl.single_controller.base.decorator import Registration, registered_methods
 from verl.single_controller.base.worker import Worker
 
+logger = logging.getLogger(__name__)
 _LOOK_INTERVAL_S = 0.01
 
 
@@ -96,6 +101,14 @@ class ClassWithInitArgs:
         return self.cls(*self.args, **self.kwargs)
 
 
+def check_workers_alive(workers: list, is_alive: Callable[[Any], bool], gap_time: float = 1) -> None:
+    """Looks at the workers every ``gap_time`` seconds, until one is dead: then this process gets SIGABRT."""
+    while all(is_alive(worker) for worker in workers):
+        time.sleep(gap_time)
+    logger.error("a worker is dead: sending SIGABRT to this process, pid %d", os.getpid())
+    os.kill(os.getpid(), signal.SIGABRT)
+
+
 class WorkerGroup:
     """Calls that look like a method call and run on every rank: ``group.update_actor(batch)``.
 
@@ -139,35 +152,50 @@ class WorkerGroup:
             ValueError: the batch does not split over the mesh.
             WorkerError, WorkerDiedError, WorkerTimeoutError: the group is shut down then.
         """
-        pending = self.start(method, *args, timeout_s=timeout_s, **kwargs)
-        return pending.get() if self._methods[method].blocking else pending
+        registration: Registration = self._methods[method]
+        if registration.blocking:
+            return self.start(method, *args, timeout_s=timeout_s, **kwargs).get()
+        ranks, per_rank, num_rows = self._dispatched(registration, args, kwargs)
+        outputs = self.references(method, per_rank, ranks)
+        return outputs[0] if registration.is_rank_zero else _collect(registration, self, num_rows, outputs)
+
+    def references(self, method: str, per_rank: list[tuple[tuple, dict[str, Any]]], ranks: list[int]) -> list[Any]:
+        """Starts ``method`` as ``run`` does; a reference to the output of each rank, which raises what it raises."""
+        raise TypeError(f"{type(self).__name__} is started by a launcher, which overrides references()")
 
     def start(self, method: str, /, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> PendingCall:
         """Starts a call like ``call`` and does not wait for it, so that another group can be called."""
         registration: Registration = self._methods[method]
-        args = tuple(_complete(value) for value in args)
-        kwargs = {name: _complete(value) for name, value in kwargs.items()}
-        num_rows = _rows_before_padding(args, kwargs)
-        per_rank = registration.fns.dispatch(self, *args, **kwargs)
+        ranks, per_rank, num_rows = self._dispatched(registration, args, kwargs)
         keep = [True] if registration.is_rank_zero else registration.fns.kept(self)
-        ranks = [0] if registration.is_rank_zero else list(range(self.world_size))
-        pending = self.run(
-            method,
-            [per_rank[rank] for rank in ranks],
-            ranks=ranks,
-            keep=keep,
-            timeout_s=self.timeout_s if timeout_s is None else timeout_s,
-        )
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        pending = self.run(method, per_rank, ranks=ranks, keep=keep, timeout_s=timeout_s)
         if registration.is_rank_zero:
             pending.finish = lambda outputs: outputs[0]
         else:
             pending.finish = partial(_collect, registration, self, num_rows)
         return pending
 
+    def _dispatched(
+        self, registration: Registration, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[list[int], list[tuple[tuple, dict[str, Any]]], int | None]:
+        """(the ranks that run a call, the arguments of each, the rows of its batch before padding)."""
+        args = tuple(_complete(value) for value in args)
+        kwargs = {name: _complete(value) for name, value in kwargs.items()}
+        per_rank = registration.fns.dispatch(self, *args, **kwargs)
+        ranks = [0] if registration.is_rank_zero else list(range(self.world_size))
+        return ranks, [per_rank[rank] for rank in ranks], _rows_before_padding(args, kwargs)
+
+    def start_worker_aliveness_check(self, every_n_seconds: float = 1) -> None:
+        """From now on a thread looks at the workers; when one is dead, it sends SIGABRT to this process."""
+        arguments = ([*range(self.world_size)], self._is_worker_alive, every_n_seconds)
+        threading.Thread(target=check_workers_alive, args=arguments, daemon=True).start()
+
+    def _is_worker_alive(self, rank: int) -> bool:
+        raise TypeError(f"{type(self).__name__} is started by a launcher, which overrides _is_worker_alive()")
+
     def mesh(self, mesh_name: str) -> Mesh:
         """The table of ``mesh_name``, which the workers are asked for once."""
-        if mesh_name == EVERY_RANK:
-            return Mesh(tuple(range(self.world_size)), (True,) * self.world_size)
         if mesh_name not in self._meshes:
             call = self.run(
                 "_query_mesh",
@@ -185,9 +213,15 @@ class WorkerGroup:
 
 def _collect(registration: Registration, group: WorkerGroup, num_rows: int | None, outputs: list[Any]) -> Any:
     output = registration.fns.collect(group, outputs)
-    if num_rows is not None and isinstance(output, DataProto) and len(output) > num_rows:
+    if num_rows is not None and isinstance(output, DataProtoFuture):
+        output.collect_fn = partial(_first_rows, num_rows, output.collect_fn)
+    elif num_rows is not None and isinstance(output, DataProto) and len(output) > num_rows:
         return output.slice(0, num_rows)
     return output
+
+
+def _first_rows(num_rows: int, collect_fn: Callable[[list[Any]], DataProto], outputs: list[Any]) -> DataProto:
+    return collect_fn(outputs).slice(0, num_rows)
 
 
 def _complete(argument: Any) -> Any:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import random
+import string
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from textwrap import shorten
 from types import TracebackType
@@ -21,17 +23,15 @@ from verl.single_controller.base.worker_group import (
     PendingCall,
     WorkerDiedError,
     WorkerError,
-    WorkerGroup,
     WorkerTimeoutError,
 )
 from verl.single_controller.ray.colocated import (
-    ColocatedWorkers,
-    SpawnedGroup,
+    FusedWorkerCLSName,
     create_colocated_worker_cls,
     create_colocated_worker_cls_fused,
     create_colocated_worker_raw_cls,
-    spawned_groups,
 )
+from verl.single_controller.ray.direct_calls import DirectCalls
 from verl.single_controller.ray.process import CallFailure, Pickled, ProcessAddress, WorkerProcess
 from verl.single_controller.ray.resources import (
     RayClassWithInitArgs,
@@ -40,18 +40,22 @@ from verl.single_controller.ray.resources import (
     actor_resources,
     in_world,
     is_one_node,
+    merge_resource_pool,
     rank_environment,
 )
 from verl.utils.device import resolve_device
 from verl.utils.net_utils import LOOPBACK
 
 __all__ = [
+    "FusedWorkerCLSName",
     "RayClassWithInitArgs",
     "RayResourcePool",
     "RayWorkerGroup",
     "create_colocated_worker_cls",
     "create_colocated_worker_cls_fused",
     "create_colocated_worker_raw_cls",
+    "get_random_string",
+    "merge_resource_pool",
 ]
 
 logger = logging.getLogger(__name__)
@@ -67,14 +71,16 @@ _LOOK_INTERVAL_S = 0.2  # between two checks for failures, while answers are out
 _SHORT_INTERVAL_S = 0.01  # the same when ``while_waiting`` drives another group
 
 
-class RayWorkerGroup(WorkerGroup):
+class RayWorkerGroup(DirectCalls):
     """The workers of a resource pool, started when it is built.
 
     Args:
         resource_pool: processes per node.
         ray_cls_with_init: the worker class and its arguments.
         bin_pack: as in upstream; where processes are placed follows from the pool.
-        detached, worker_names, worker_handles: refused; a group starts its processes, and they end with it.
+        detached: the processes stay when the driver ends, with names that follow from ``name_prefix``; of a pool that
+            is detached, too.
+        worker_names, worker_handles: of the processes of another group (``from_detached``), without a resource_pool.
         ray_wait_register_center_timeout: as in upstream; the limit is ``start_timeout_s``.
         name_prefix: name of the group in messages; default: the class.
         device_name: ``cpu``, ``npu`` or ``cuda``: which Ray resource each process takes one of; default: this
@@ -114,15 +120,21 @@ class RayWorkerGroup(WorkerGroup):
         joins: RayWorkerGroup | None = None,
         **kwargs: Any,
     ) -> None:
-        if resource_pool is None or ray_cls_with_init is None:
-            raise ValueError("a group needs a resource_pool and a ray_cls_with_init")
-        refused = {"detached": detached, "worker_names": worker_names, "worker_handles": worker_handles, **kwargs}
-        if given := sorted(name for name, value in refused.items() if value):
-            raise ValueError(f"{given} cannot be given: a group starts its processes, and they end with it")
+        if ray_cls_with_init is None or (resource_pool is None and not worker_names and not worker_handles):
+            raise ValueError("a group needs a ray_cls_with_init, and a resource_pool or names of workers")
+        if kwargs:
+            raise ValueError(f"{sorted(kwargs)} cannot be given")
         cls = ray_cls_with_init.cls
+        if resource_pool is None:
+            handles = worker_handles or [ray.get_actor(name) for name in worker_names or ()]
+            super().__init__(name_prefix or cls.__name__, cls, len(handles), timeout_s)
+            self._attach(handles, worker_names or [""] * len(handles), ray_cls_with_init)
+            return
         super().__init__(name_prefix or cls.__name__, cls, resource_pool.world_size, timeout_s)
-        self.resource_pool = resource_pool
+        self.resource_pool: RayResourcePool | None = resource_pool
         self.ray_cls_with_init = ray_cls_with_init
+        first_part = name_prefix or get_random_string(6)
+        self._prefix = f"{first_part}{cls.__name__}" + ("" if detached else f"_{get_random_string(6)}")
         if device_name is None:
             device_name = resolve_device("auto") if resource_pool.use_gpu else "cpu"
         self.master_address = self.master_port = ""
@@ -136,9 +148,12 @@ class RayWorkerGroup(WorkerGroup):
         self.while_waiting: Callable[[], None] | None = None
         slots = resource_pool.reserve(device_name, num_cpus_per_worker, start_timeout_s)
         self._slots = in_world(slots, [] if joins is None else joins._slots, num_later_ranks)
+        self.worker_names = [f"{self._prefix}_{slot.bundle_index}:{slot.local_rank}" for slot in self._slots]
+        more = {**ray_cls_with_init.options, **({"lifetime": "detached"} if detached else {})}
         try:
             self._actors = [
-                _new_actor(slot, device_name, num_cpus_per_worker, ray_cls_with_init.options) for slot in self._slots
+                _new_actor(slot, device_name, num_cpus_per_worker, {**more, "name": name})
+                for slot, name in zip(self._slots, self.worker_names, strict=True)
             ]
             self._start_workers(ray_cls_with_init, start_timeout_s, joins)
         except BaseException:
@@ -174,8 +189,13 @@ class RayWorkerGroup(WorkerGroup):
         return PendingCall(partial(self._wait, method, refs, timeout_s), _Progress(list(refs)).is_over)
 
     def shutdown(self) -> None:
-        """Kills every process, waits until Ray reports that they are gone, and releases the resources."""
+        """Kills every process, waits until Ray reports that they are gone, and releases the resources.
+
+        The processes of ``from_detached`` stay.
+        """
         actors, self._actors = self._actors, []
+        if self.resource_pool is None:
+            return
         for actor in actors:
             ray.kill(actor, no_restart=True)
         pending = [actor.address.remote() for actor in actors]
@@ -187,54 +207,14 @@ class RayWorkerGroup(WorkerGroup):
         if self._slots:
             self.resource_pool.release(self._slots[0].placement)
 
-    # Upstream's ways to call without a registration
-
-    @property
-    def workers(self) -> list[Any]:
-        """The actors, in rank order."""
-        return list(self._actors)
-
-    def spawn(self, prefix_set: Iterable[str]) -> dict[str, SpawnedGroup]:
-        """A group per name of a worker of ``create_colocated_worker_cls``."""
-        if not issubclass(self.ray_cls_with_init.cls, ColocatedWorkers) or not self.ray_cls_with_init.args:
-            raise ValueError(f"group {self.name!r} is not of create_colocated_worker_cls, it cannot be spawned")
-        return spawned_groups(self, self.ray_cls_with_init.args[0], prefix_set)
-
-    def spawn_fused(self, prefix_set: Iterable[str]) -> dict[str, SpawnedGroup]:
-        return self.spawn(prefix_set)
-
-    def fuse(self, prefix_set: Iterable[str]) -> None:
-        """Makes each group of ``spawn`` an attribute of this one."""
-        for name, group in self.spawn(prefix_set).items():
-            setattr(self, name, group)
-
-    def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> ray.ObjectRef:
-        """Starts a method, registered or not, on rank 0; for ``ray.get``, which raises what it raises."""
-        return self._actors[0].invoke.remote(method_name, *args, **kwargs)
-
-    def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        return ray.get(self.execute_rank_zero_async(method_name, *args, **kwargs))
-
-    def execute_rank_zero(self, method_name: str, *args: Any, **kwargs: Any) -> ray.ObjectRef:
-        return self.execute_rank_zero_async(method_name, *args, **kwargs)
-
-    def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> list[ray.ObjectRef]:
-        """Starts a method on all ranks; when all arguments are lists with an entry per rank, each rank gets its own."""
-        values = [*args, *kwargs.values()]
-        if values and all(isinstance(value, list) and len(value) == self.world_size for value in values):
-            return [
-                actor.invoke.remote(
-                    method_name, *(v[rank] for v in args), **{key: v[rank] for key, v in kwargs.items()}
-                )
-                for rank, actor in enumerate(self._actors)
-            ]
-        return [actor.invoke.remote(method_name, *args, **kwargs) for actor in self._actors]
-
-    def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
-        return list(ray.get(self.execute_all_async(method_name, *args, **kwargs)))
-
-    def execute_all(self, method_name: str, *args: Any, **kwargs: Any) -> list[ray.ObjectRef]:
-        return self.execute_all_async(method_name, *args, **kwargs)
+    def _attach(self, handles: list[Any], names: list[str], ray_cls_with_init: RayClassWithInitArgs) -> None:
+        """Takes over the calls to processes that another group has started."""
+        self.resource_pool, self.ray_cls_with_init = None, ray_cls_with_init
+        self._actors, self.worker_names, self._world = handles, names, [self]
+        self._slots = [Slot(rank, rank, len(handles), None, 0) for rank in range(len(handles))]
+        self.while_waiting = None
+        self._addresses = list(ray.get([handle.address.remote() for handle in handles]))
+        self.master_address, self.master_port = ray.get(handles[0].rendezvous.remote())
 
     def __enter__(self) -> RayWorkerGroup:
         return self
@@ -326,6 +306,11 @@ class RayWorkerGroup(WorkerGroup):
     def _where(self, rank: int) -> str:
         address, rank = self._addresses[rank], self._slots[rank].rank
         return f"rank {rank}" if address is None else f"rank {rank} (pid {address.pid} on {address.node_ip})"
+
+
+def get_random_string(length: int) -> str:
+    """Letters and digits, for names."""
+    return "".join(random.SystemRandom().choices(string.ascii_letters + string.digits, k=length))
 
 
 _Probes = dict[ray.ObjectRef, tuple[RayWorkerGroup, int]]

@@ -8,7 +8,7 @@ groups["actor"].update_actor(batch)
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from verl.protocol import DataProto
 from verl.single_controller.base.worker import Worker
@@ -19,14 +19,21 @@ FusedWorkerCLSName = "FusedWorker"
 
 
 class ColocatedWorkers(Worker):
-    """The workers of one process by name; each is built with its own arguments, and finds the others by name."""
+    """The workers of one process by name, which are its attributes; each is built with its own arguments.
 
-    def __init__(self, class_dict: Mapping[str, RayClassWithInitArgs]) -> None:
+    Attributes:
+        class_dict: the class of each worker and its arguments.
+    """
+
+    class_dict: ClassVar[Mapping[str, RayClassWithInitArgs]] = {}
+
+    def __init__(self) -> None:
         super().__init__()
-        workers = {name: init.cls(*init.args, **init.kwargs) for name, init in class_dict.items()}
+        workers = {name: init.cls(*init.args, **init.kwargs) for name, init in self.class_dict.items()}
         self.fused_worker_dict = workers
-        for worker in workers.values():
+        for name, worker in workers.items():
             setattr(worker, Worker.fused_worker_attr_name, workers)
+            setattr(self, name, worker)
 
     def call_worker(self, worker_name: str, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Calls a method of one of the workers."""
@@ -57,6 +64,11 @@ class SpawnedGroup(WorkerGroup):
         pending: PendingCall = self.parent.run("call_worker", calls, ranks=ranks, keep=keep, timeout_s=timeout_s)
         return pending
 
+    def references(self, method: str, per_rank: list[tuple[tuple, dict[str, Any]]], ranks: list[int]) -> list[Any]:
+        calls = [((self.worker_name, method, *args), kwargs) for args, kwargs in per_rank]
+        found: list[Any] = self.parent.references("call_worker", calls, ranks)
+        return found
+
     def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
         """The outputs of all ranks of a method, registered or not."""
         outputs: list[Any] = self.parent.execute_all_sync("call_worker", self.worker_name, method_name, *args, **kwargs)
@@ -80,17 +92,12 @@ def spawned_groups(parent: Any, class_dict: Mapping[str, RayClassWithInitArgs], 
 
 def create_colocated_worker_cls(class_dict: dict[str, RayClassWithInitArgs]) -> RayClassWithInitArgs:
     """The class whose processes hold a worker of every class; ``RayWorkerGroup.spawn`` makes a group of each."""
-    return RayClassWithInitArgs(ColocatedWorkers, dict(class_dict))
+    return RayClassWithInitArgs(create_colocated_worker_raw_cls(class_dict))
 
 
 def create_colocated_worker_raw_cls(class_dict: dict[str, RayClassWithInitArgs]) -> type[Worker]:
-    """The same as a plain worker class without arguments."""
-
-    class FusedWorker(ColocatedWorkers):
-        def __init__(self) -> None:
-            super().__init__(class_dict)
-
-    return FusedWorker
+    """The same as a plain worker class, for a subclass whose methods call several of its workers."""
+    return type(FusedWorkerCLSName, (ColocatedWorkers,), {"class_dict": dict(class_dict)})
 
 
 def create_colocated_worker_cls_fused(class_dict: dict[str, RayClassWithInitArgs]) -> RayClassWithInitArgs:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import os
 import traceback
 from dataclasses import dataclass
@@ -41,6 +43,8 @@ class Pickled:
 class WorkerProcess:
     """Runs one worker. The environment of the rank is set by Ray before the interpreter starts."""
 
+    _runner: asyncio.Runner | None = None
+
     def __repr__(self) -> str:
         """Ray prefixes each line of this process's output with it, also in its log files."""
         return f"rank {os.environ['RANK']}"
@@ -48,6 +52,10 @@ class WorkerProcess:
     def address(self) -> ProcessAddress:
         """The address of this process; also a call that a dead process does not answer."""
         return ProcessAddress(ray.util.get_node_ip_address(), os.getpid(), free_ports(1)[0])
+
+    def rendezvous(self) -> tuple[str, str]:
+        """Where the ranks of the world meet."""
+        return os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
 
     def start(self, env: dict[str, str], pickled_worker: bytes) -> CallFailure | None:
         """Sets the environment that is known only when all processes run, then builds the worker."""
@@ -63,16 +71,21 @@ class WorkerProcess:
     def call(self, method: str, keep: bool, /, *args: Any, **kwargs: Any) -> Any:
         """The output of the worker's method, None if it is not needed, a ``CallFailure`` if it raised."""
         try:
-            args = tuple(_value(argument) for argument in args)
-            kwargs = {name: _value(argument) for name, argument in kwargs.items()}
-            output = getattr(self.worker, method)(*args, **kwargs)
+            output = self.invoke(method, *args, **kwargs)
         except Exception as error:
             return _failure(error)
         return output if keep else None
 
     def invoke(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """The output of any method of the worker; what it raises is Ray's to pass on."""
-        return getattr(self.worker, method)(*args, **kwargs)
+        """The output of any method of the worker, plain or async; what it raises is Ray's to pass on."""
+        args = tuple(_value(argument) for argument in args)
+        kwargs = {name: _value(argument) for name, argument in kwargs.items()}
+        output = getattr(self.worker, method)(*args, **kwargs)
+        if not inspect.iscoroutine(output):
+            return output
+        if self._runner is None:
+            self._runner = asyncio.Runner()  # one loop for all calls: what they keep belongs to it
+        return self._runner.run(output)
 
 
 def _value(argument: Any) -> Any:

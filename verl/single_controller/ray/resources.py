@@ -17,6 +17,7 @@ from ray.util.placement_group import (
 )
 
 from verl.single_controller.base.worker_group import ClassWithInitArgs, ResourcePool
+from verl.utils.errors import BatchError
 from verl.utils.rank_log import LOG_DIR
 
 _DEVICE_RESOURCES = {"cpu": None, "npu": "NPU", "cuda": "GPU", "gpu": "GPU"}
@@ -39,7 +40,7 @@ class RayResourcePool(ResourcePool):
         use_gpu: each process takes an accelerator, where the cluster has any.
         name_prefix: a name in messages.
         max_colocate_count: as in upstream; how many groups there are follows from the room.
-        detached: True is refused: processes end with the driver.
+        detached: what its groups reserve stays when the driver ends, for groups that are detached.
         accelerator_type: Ray's name of the kind of device that each node must have.
     """
 
@@ -54,9 +55,8 @@ class RayResourcePool(ResourcePool):
     ) -> None:
         if not process_on_nodes or any(count < 1 for count in process_on_nodes):
             raise ValueError(f"process_on_nodes={process_on_nodes}, expected at least one node with one process")
-        if detached:
-            raise ValueError("detached=True: worker processes end with their driver; leave it out")
         super().__init__(process_on_nodes, max_colocate_count)
+        self.detached = detached
         self.use_gpu, self.name_prefix, self.accelerator_type = use_gpu, name_prefix, accelerator_type
         self._groups: list[PlacementGroup] = []
 
@@ -73,7 +73,8 @@ class RayResourcePool(ResourcePool):
             for node_bundle in bundles:
                 node_bundle[self.accelerator_type] = 1e-4  # a label that Ray gives each node, not an amount
         # Without SPREAD a large CPU node would take the processes of two nodes.
-        group = placement_group(bundles, strategy="STRICT_SPREAD" if len(bundles) > 1 else "PACK")
+        strategy = "STRICT_SPREAD" if len(bundles) > 1 else "PACK"
+        group = placement_group(bundles, strategy=strategy, lifetime="detached" if self.detached else None)
         if not group.wait(timeout_s):
             remove_placement_group(group)
             raise NoRoomError(
@@ -85,7 +86,10 @@ class RayResourcePool(ResourcePool):
         nodes = sorted(range(len(bundles)), key=lambda node: (addresses[node], node))
         local = [(node, index) for node in nodes for index in range(self.process_on_nodes[node])]
         self._groups.append(group)
-        return [Slot(rank, index, len(local), group, node, addresses[node]) for rank, (node, index) in enumerate(local)]
+        return [
+            Slot(rank, index, len(local), group, node, addresses[node], self.process_on_nodes[node])
+            for rank, (node, index) in enumerate(local)
+        ]
 
     def release(self, group: PlacementGroup | None = None) -> None:
         """Gives back what one group of workers has reserved; without it, what all of them have."""
@@ -97,6 +101,21 @@ class RayResourcePool(ResourcePool):
     def get_placement_groups(self) -> list[PlacementGroup]:
         """What the groups of this pool have reserved, one each."""
         return list(self._groups)
+
+
+def merge_resource_pool(rp1: RayResourcePool, rp2: RayResourcePool) -> RayResourcePool:
+    """A pool with the nodes of both; they must be alike in all else."""
+    for name in ("use_gpu", "max_colocate_count", "n_gpus_per_node", "detached", "accelerator_type"):
+        if getattr(rp1, name) != getattr(rp2, name):
+            raise BatchError(f"pools with {name} {getattr(rp1, name)} and {getattr(rp2, name)} cannot be merged")
+    return RayResourcePool(
+        [*rp1.store, *rp2.store],
+        rp1.use_gpu,
+        f"{rp1.name_prefix}_{rp2.name_prefix}",
+        rp1.max_colocate_count,
+        rp1.detached,
+        rp1.accelerator_type,
+    )
 
 
 class RayClassWithInitArgs(ClassWithInitArgs):
@@ -123,9 +142,10 @@ class Slot:
     rank: int
     local_rank: int
     world_size: int
-    placement: PlacementGroup
+    placement: PlacementGroup | None
     bundle_index: int
     node: str = ""  # its address
+    local_world_size: int = 1  # processes of the group on the node
 
 
 def in_world(slots: Sequence[Slot], earlier: Sequence[Slot], num_later_ranks: int) -> list[Slot]:
@@ -154,6 +174,8 @@ def rank_environment(slot: Slot, device_name: str, driver_env: Mapping[str, str]
     """
     env = {name: value for name, value in driver_env.items() if name.startswith(_PASSED_ON)}
     env |= {"RANK": str(slot.rank), "WORLD_SIZE": str(slot.world_size), "LOCAL_RANK": str(slot.local_rank)}
+    env |= {"RAY_LOCAL_RANK": str(slot.local_rank), "WG_BACKEND": "ray"}
+    env |= dict.fromkeys(("LOCAL_WORLD_SIZE", "RAY_LOCAL_WORLD_SIZE"), str(slot.local_world_size))
     if device_name == "cpu":
         env["OMP_NUM_THREADS"] = "1"
     else:
