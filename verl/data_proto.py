@@ -14,7 +14,6 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from verl.protocol_storage import (
-    BY_RANK,
     as_rows,
     describe,
     merged_settings,

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from verl.utils.errors import BatchError
 
-
 # What workers report about a call, as opposed to what the batch is: parts may differ in it.
 _TIMING = "timing"  # seconds by name; the first part's count
 BY_RANK = "by_rank"  # rank -> figure -> value; those of all parts are merged

@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl.trainer.config import ConfigError, PPOTrainerConfig, resolve_config
 from verl.trainer.config import validate_config as config_problems
+from verl.trainer.config.load import unlock
 from verl.utils.import_utils import load_provider
 
 __all__ = ["omega_conf_to_dataclass", "update_dict_with_config", "validate_config"]
@@ -39,7 +40,8 @@ def omega_conf_to_dataclass(config: DictConfig | dict | Any, dataclass_type: typ
         return config
     if not config:
         return dataclass_type()
-    schema = OmegaConf.structured(dataclass_type)
+    schema: Any = OmegaConf.structured(dataclass_type)
+    unlock(schema)
     given = _without_targets(OmegaConf.to_container(OmegaConf.create(config), resolve=True), schema)
     return OmegaConf.to_object(OmegaConf.merge(schema, given))
 
@@ -71,9 +73,8 @@ def _without_targets(node: Any, schema: Any) -> Any:
     if not isinstance(node, dict):
         return node
     known = schema if isinstance(schema, DictConfig) else {}
-    inner = {key: known[key] if key in known else None for key in node}
     kept = {key: value for key, value in node.items() if key != _TARGET or key in known}
-    return {key: _without_targets(value, inner[key]) for key, value in kept.items()}
+    return {key: _without_targets(value, known.get(key) if key in known else None) for key, value in kept.items()}
 
 
 def _instantiate(node: Any) -> Any:

@@ -11,6 +11,14 @@ class UnknownNameError(ValueError, NotImplementedError):
     """A name, or a combination, for which there is no implementation."""
 
 
+class WrongTypeError(ValueError, TypeError):
+    """A value, often a class that a config names, of another type than expected."""
+
+
+class TooLongError(ValueError, RuntimeError):
+    """A text with more tokens than allowed."""
+
+
 class MissingFileError(ValueError, FileNotFoundError):
     """A file that a config names and that does not exist."""
 

@@ -6,14 +6,11 @@ For work on what comes after the rollout, in a trainer of the user's: ``RolloutS
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from verl.protocol import DataProto
-
-logger = logging.getLogger(__name__)
 
 
 class RolloutSkip:
@@ -55,16 +52,16 @@ class RolloutSkip:
         try:
             found = DataProto.load_from_disk(str(path))
         except (OSError, EOFError, ValueError) as error:
-            logger.warning("%s %s cannot be read, so the rollout generates: %s", self.print_mark, path, error)
+            print(f"{self.print_mark} {path} cannot be read, so the rollout generates: {error}", flush=True)
             return None
-        logger.info("%s taken from %s, nothing is generated", self.print_mark, path)
+        print(f"{self.print_mark} Successfully loaded {path}; nothing is generated", flush=True)
         return found
 
     def dump(self, outputs: DataProto) -> None:
         """Saves a generation; the file appears when it is whole."""
         self.curr_path_dump.mkdir(parents=True, exist_ok=True)
         outputs.save_to_disk(str(self._file()))
-        logger.info("%s saved in %s", self.print_mark, self._file())
+        print(f"{self.print_mark} Successfully dumped to {self._file()}", flush=True)
 
     def _file(self) -> Path:
         return self.curr_path_dump / "gen_batch.dp"

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from verl.utils.errors import BatchError
+from verl.utils.logger.aggregate_logger import concat_dict_to_str
 from verl.utils.metrics_file import MetricsFile, console_line
 from verl.utils.trackers import TRACKERS, clearml_run, mlflow_run, swanlab_run, trackio_run, wandb_run
 from verl.utils.trackers.clearml_run import ClearMLLogger
@@ -55,7 +57,7 @@ class Tracking:
         names = [default_backend] if isinstance(default_backend, str) else list(default_backend)
         for name in names:
             if name not in self.supported_backend:
-                raise ValueError(f"logger {name!r} is not known; expected {', '.join(self.supported_backend)}")
+                raise BatchError(f"logger {name!r} is not known; expected {', '.join(self.supported_backend)}")
         self.logger: dict[str, Any] = {}
         self._state_file = None if directory is None else Path(directory) / _STATE
         self._runs: dict[str, dict[str, Any]] = self._continued_runs() if first_step else {}
@@ -74,7 +76,7 @@ class Tracking:
             elif name == "tensorboard":
                 self.logger[name] = _TensorBoard(project_name, experiment_name, directory, first_step)
             elif name == "console":
-                self.logger[name] = _Console()
+                self.logger[name] = _Console(is_run=directory is not None)
             elif directory is None:
                 self.logger[name] = FileLogger(project_name, experiment_name)
         if directory is not None:
@@ -159,8 +161,13 @@ class FileLogger:
 
 
 class _Console:
+    """One line a step: the figures of a run that matter most, or all that a caller without a run gives."""
+
+    def __init__(self, is_run: bool) -> None:
+        self._line = console_line if is_run else concat_dict_to_str
+
     def log(self, data: Mapping[str, float], step: int) -> None:
-        print(console_line(data, step), flush=True)
+        print(self._line(data, step), flush=True)
 
     def finish(self, *, is_done: bool = True) -> None:
         """Nothing is open."""

@@ -321,14 +321,14 @@ def _likeness(one: str, other: str) -> float:
 def _writable_schema() -> DictConfig:
     schema = OmegaConf.structured(PPOTrainerConfig)
     assert isinstance(schema, DictConfig)
-    _unlock(schema)
+    unlock(schema)
     return schema
 
 
-def _unlock(node: DictConfig) -> None:
+def unlock(node: DictConfig) -> None:
     """Make a copy of the schema writable: OmegaConf makes the nodes of frozen dataclasses read-only."""
     OmegaConf.set_readonly(node, False)
     for key in node:
         child = node._get_node(key)
         if isinstance(child, DictConfig) and not child._is_none():
-            _unlock(child)
+            unlock(child)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from verl.protocol_storage import as_rows
+from verl.utils.errors import TooLongError
 from verl.utils.parquet import read_rows
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ class RLHFDataset(Dataset):
     def _cut(self, too_long: list[int]) -> None:
         longest = self.max_prompt_length
         if self.truncation == "error":
-            raise ValueError(
+            raise TooLongError(
                 f"{len(too_long)} prompts of {self._named()} are longer than data.max_prompt_length {longest} tokens, "
                 f"the first in row {too_long[0]} ({len(self._ids[too_long[0]])} tokens); raise it, or set "
                 "data.filter_overlong_prompts=True or data.truncation=left"

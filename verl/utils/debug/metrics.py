@@ -37,7 +37,8 @@ def calculate_debug_metrics(data: DataProto) -> dict[str, Any]:
     """``training/rollout_probs_diff_*`` and their correlation, of a batch with both kinds of log-probs.
 
     Reads ``rollout_log_probs``, ``old_log_probs`` [B, R], ``responses`` and ``response_mask`` (or else the end of
-    ``attention_mask``; every token without both). ``training/rollout_probs_diff_valid`` is 0, and the only metric, when no token is scored.
+    ``attention_mask``; every token without both). ``training/rollout_probs_diff_valid`` is 0, and the only metric, when
+    no token is scored.
     """
     batch = data.batch
     length = batch["responses"].shape[1]

@@ -12,8 +12,8 @@ from torch import Tensor
 from verl.trainer.ppo.algos.groups import GroupIndex
 from verl.utils.registry import Registry
 
-# (token_level_rewards [B, R], response_mask [B, R], config: AlgorithmSection, index: the group of each row), all by keyword
-# -> (advantages, returns) [B, R]
+# (token_level_rewards [B, R], response_mask [B, R], config: AlgorithmSection, index: the group of each row), all by
+# keyword -> (advantages, returns) [B, R]
 AdvantageFn = Callable[..., tuple[Tensor, Tensor]]
 
 ESTIMATORS: Registry[AdvantageFn] = Registry("algorithm.adv_estimator", "advantage estimator")
