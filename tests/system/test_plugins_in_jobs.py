@@ -100,3 +100,62 @@ def test_plug_ins_together(local_ray: None, converted: Prepared, tmp_path: Path)
         numbers.append({int(json.loads(line)["parts"]["number"]) for line in lines})
     assert min(numbers[0]) > max(numbers[1]), "the sampler takes the rows from the last"
     assert len(list(seen.iterdir())) == 4, "the driver, two workers and the manager's process"
+
+
+REWARDS = """
+import asyncio
+
+
+def one_by_one(data_source, solution_str, ground_truth, extra_info=None, scale=1.0):
+    return {"score": scale * (len(solution_str) % 3), "length": len(solution_str)}
+
+
+async def waiting(data_source, solution_str, ground_truth, extra_info=None, scale=1.0):
+    await asyncio.sleep(0)
+    return one_by_one(data_source, solution_str, ground_truth, extra_info, scale)
+
+
+def in_batches(data_sources, solution_strs, ground_truths, extra_infos, scale=1.0):
+    rows = zip(data_sources, solution_strs, ground_truths, strict=True)
+    return [one_by_one(*row, scale=scale) for row in rows]
+"""
+FILTER = """
+from pathlib import Path
+
+
+def keeps(config, group):
+    with Path(__file__).with_suffix(".seen").open("a") as file:
+        file.write(f"{len(group.rewards)}\\n")
+    return True
+"""
+
+
+@pytest.mark.slow  # as above
+@pytest.mark.parametrize(("name", "manager"), [("one_by_one", "naive"), ("waiting", "prime"), ("in_batches", "batch")])
+def test_a_reward_function_of_each_sort_and_a_filter(
+    local_ray: None, converted: Prepared, tmp_path: Path, name: str, manager: str
+) -> None:
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    (tmp_path / "filters.py").write_text(FILTER)
+    config = in_process_config(
+        converted,
+        tmp_path,
+        2,
+        2,
+        f"custom_reward_function={{path:{tmp_path / 'rewards.py'},name:{name},reward_kwargs:{{scale:0.5}}}}",
+        f"reward_model.reward_manager={manager}",
+        f"algorithm.filter_groups={{enable:True,filter_path:{tmp_path / 'filters.py'}:keeps}}",
+        "trainer.val_before_train=False",
+        "trainer.test_last=False",
+    )
+    assert preflight_problems(config) == []
+    fit(config)
+    rows = [row for row in read_metrics(tmp_path) if row["step"]]
+    assert [row["step"] for row in rows] == [1, 2] and all(math.isfinite(row["actor/pg_loss"]) for row in rows)
+    for step in (1, 2):
+        lines = (tmp_path / "reward_ledger" / f"step_{step}.jsonl").read_text().splitlines()
+        for line in map(json.loads, lines):
+            assert line["score"] == 0.5 * (line["parts"]["length"] % 3)
+    groups = (tmp_path / "filters.seen").read_text().split()
+    assert len(groups) == 2 * config.data.train_batch_size
+    assert set(groups) == {str(config.actor_rollout_ref.rollout.n)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,7 +48,7 @@ def test_without_a_backend_calls_are_calls() -> None:
     assert RolloutTraceConfig.get_instance().project_name == "project"
     RolloutTraceConfig.init("other", "run", "absent")  # there is one already
     RolloutTraceConfig.reset()
-    with pytest.raises(ValueError, match="'absent'; expected mlflow or None"):
+    with pytest.raises(ValueError, match="'absent'; expected mlflow, weave or None"):
         RolloutTraceConfig.init("project", "run", "absent")
 
 
@@ -94,3 +95,34 @@ def test_the_first_generation_is_the_generation_of_later_runs(tmp_path: Path) ->
     assert skip.curr_path_dump == tmp_path / "run_project" / "GBS4__N2_in8_out16"
     next(skip.curr_path_dump.iterdir()).write_bytes(b"")
     assert skip.try_load() is None
+
+
+class WeaveClient:
+    """The client of Weave, which needs an account: it keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+
+    def create_call(self, op: str, inputs: dict[str, Any], attributes: dict[str, str]) -> dict[str, Any]:
+        self.calls.append({"op": op, "inputs": inputs, "attributes": attributes})
+        return self.calls[-1]
+
+    def finish_call(self, call: dict[str, Any], output: Any = None, exception: Exception | None = None) -> None:
+        call |= {"output": output, "exception": exception}
+
+
+def test_calls_arrive_in_weave(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = WeaveClient()
+    monkeypatch.setitem(sys.modules, "weave", SimpleNamespace(init=lambda project: client))
+    RolloutTraceConfig.init("project", "run", "weave", token2text=True)
+    assert RolloutTraceConfig.get_client() is client
+    with rollout_trace_attr(sample_index=1, step=2, rollout_n=3):
+        asyncio.run(Loop().generate("hi"))
+    with pytest.raises(ValueError, match="no answer"):
+        Loop().score("")
+    generated, scored = client.calls
+    assert generated["op"] == "Loop.generate" and generated["inputs"] == {"prompt": "hi", "length": 2}
+    assert generated["output"]["response_text"] == "7 7" and generated["exception"] is None
+    tags = {"sample_index": "1", "step": "2", "rollout_n": "3", "validate": "False", "experiment_name": "run"}
+    assert generated["attributes"] == tags and scored["attributes"] == {}
+    assert isinstance(scored["exception"], ValueError) and scored["output"] is None

@@ -31,6 +31,7 @@ __all__ = [
 ]
 
 _PREFIX = "hdfs://"
+_RECORD = ".directory_record.txt"  # in a folder that was copied: what is in it
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -113,10 +114,15 @@ def copy_local_path_from_hdfs(
     with _locked(Path(folder) / f"{md5_encode(src)}{filelock}"):
         if always_recopy and os.path.exists(path):
             _remove(Path(path))
+        record = os.path.join(path, _RECORD)
+        if os.path.isfile(record) and not _check_directory_structure(path, record):
+            _remove(Path(path))  # an entry is missing, or there are others
         if not os.path.exists(path):
             if verbose:
                 print(f"copying {src} to {path}")
             copy(src, path)
+            if os.path.isdir(path):
+                _record_directory_structure(path)
     return path
 
 
@@ -125,6 +131,26 @@ def local_mkdir_safe(path: str) -> str:
     full = os.path.abspath(path)
     os.makedirs(full, exist_ok=True)
     return full
+
+
+def _record_directory_structure(folder_path: str) -> str:
+    """Writes the names of all files and folders below ``folder_path`` to a file in it; the path of that file."""
+    record = os.path.join(folder_path, _RECORD)
+    with open(record, "w", encoding="utf-8") as file:
+        file.write("".join(f"{entry}\n" for entry in _entries_below(folder_path)))
+    return record
+
+
+def _check_directory_structure(folder_path: str, record_file: str) -> bool:
+    """Whether the folder has the files and folders that ``record_file`` lists, and no others."""
+    with open(record_file, encoding="utf-8") as file:
+        return file.read().splitlines() == _entries_below(folder_path)
+
+
+def _entries_below(folder: str) -> list[str]:
+    root = Path(folder)
+    found = (path for path in root.rglob("*") if path.relative_to(root) != Path(_RECORD))
+    return sorted(f"{'dir' if path.is_dir() else 'file'}:{path.relative_to(root)}" for path in found)
 
 
 @contextmanager

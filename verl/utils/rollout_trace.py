@@ -1,4 +1,4 @@
-"""Traces of what a user's rollout code calls, as spans of MLflow (upstream: ``verl.utils.rollout_trace``).
+"""Traces of what a user's rollout code calls, as spans of MLflow or calls of Weave (upstream: ``verl.utils.rollout_trace``).
 
     RolloutTraceConfig.init("project", "experiment", "mlflow")
 
@@ -19,22 +19,24 @@ import functools
 import importlib
 import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 __all__ = ["RolloutTraceConfig", "rollout_trace_attr", "rollout_trace_op"]
 
 _DEFAULT_STORE = "sqlite:////tmp/mlruns.db"
+_ATTRIBUTES: ContextVar[Mapping[str, str]] = ContextVar("attributes of the calls that Weave gets")
 
 
 class RolloutTraceConfig:
     """Where this process's traces go; one object a process.
 
     Attributes:
-        backend: ``mlflow``; None where nothing is traced.
-        client: the package.
+        backend: ``mlflow`` or ``weave``; None where nothing is traced.
+        client: the package of MLflow, or the client of Weave.
         token2text: results with ``prompt_ids`` or ``response_ids`` get the texts as well, by ``self.tokenizer``.
-        project_name: the experiment in MLflow.
+        project_name: the experiment in MLflow, the project in Weave.
         experiment_name: a tag of each trace.
     """
 
@@ -62,17 +64,20 @@ class RolloutTraceConfig:
         config = cls.get_instance()
         if config._initialized:
             return
-        client = None
-        if backend == "mlflow":
+        client: Any = None
+        if backend not in (None, "mlflow", "weave"):
+            raise ValueError(f"the trace backend is {backend!r}; expected mlflow, weave or None")
+        if backend is not None:
             try:
-                client = importlib.import_module("mlflow")
+                client = importlib.import_module(backend)
             except ImportError as error:
-                raise ValueError("the trace backend mlflow needs its package: pip install mlflow") from error
+                raise ValueError(f"the trace backend {backend} needs its package: pip install {backend}") from error
+        if backend == "weave":
+            client = client.init(project_name)
+        elif backend == "mlflow":
             client.config.enable_async_logging()
             client.set_tracking_uri(os.environ.get("MLFLOW_TRACKING_URI", _DEFAULT_STORE))
             client.set_experiment(project_name)
-        elif backend is not None:
-            raise ValueError(f"the trace backend is {backend!r}; expected mlflow or None")
         config.backend, config.client, config.token2text = backend, client, token2text
         config.project_name, config.experiment_name = project_name, experiment_name
         config._initialized = True
@@ -111,6 +116,13 @@ def rollout_trace_attr(
         yield
         return
     tags |= {"validate": str(validate), "experiment_name": str(config.experiment_name)}
+    if config.backend == "weave":
+        token = _ATTRIBUTES.set(tags)
+        try:
+            yield
+        finally:
+            _ATTRIBUTES.reset(token)
+        return
     with config.client.start_span(name=name) as span:
         for key, value in tags.items():
             config.client.set_trace_tag(span.trace_id, key, value)
@@ -145,6 +157,10 @@ def _span(
     bound = inspect.signature(func).bind(owner, *args, **kwargs)
     bound.apply_defaults()
     inputs = dict(list(bound.arguments.items())[1:])  # without self
+    if config.backend == "weave":
+        with _weave_call(config, func.__qualname__, inputs, owner) as finish_call:
+            yield finish_call
+        return
     with config.client.start_span(name=func.__qualname__) as span:
         span.set_inputs(inputs)
 
@@ -153,6 +169,23 @@ def _span(
             return result
 
         yield finish
+
+
+@contextlib.contextmanager
+def _weave_call(
+    config: RolloutTraceConfig, name: str, inputs: dict[str, Any], owner: Any
+) -> Iterator[Callable[[Any], Any]]:
+    call = config.client.create_call(op=name, inputs=inputs, attributes=dict(_ATTRIBUTES.get({})))
+
+    def finish(result: Any) -> Any:
+        config.client.finish_call(call, output=_with_texts(owner, result) if config.token2text else result)
+        return result
+
+    try:
+        yield finish
+    except Exception as error:
+        config.client.finish_call(call, exception=error)
+        raise
 
 
 def _with_texts(owner: Any, result: Any) -> Any:

@@ -365,5 +365,6 @@ def _new_actor(slot: Slot, device_name: str, num_cpus: float, options: dict[str,
         "resources": {**options.get("resources", {}), **resources["resources"]},  # type: ignore[dict-item]
         "runtime_env": environment,
     }
+    assert slot.placement is not None
     placement = PlacementGroupSchedulingStrategy(slot.placement, slot.bundle_index)
     return remote_class.options(**settings, scheduling_strategy=placement).remote()

@@ -78,9 +78,9 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
         **_spread("response_length", response_lengths),
         **_spread("prompt_length", prompt_lengths),
     }
-    reasons = batch.non_tensor_batch.get("finish_reason")
-    is_cut = np.array([reason == "length" for reason in reasons]) if reasons is not None else None
-    clipped = (response_lengths == limit).float().mean() if is_cut is None else is_cut.mean()
+    clipped = (response_lengths == limit).float().mean()
+    if "finish_reason" in batch.non_tensor_batch:
+        clipped = np.mean([reason == "length" for reason in batch.non_tensor_batch["finish_reason"]])
     metrics["response_length/clip_ratio"] = float(clipped)
     if "attention_mask" in tensors:
         widest = tensors["attention_mask"].shape[-1] - limit
