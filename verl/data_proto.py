@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +13,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from verl.protocol_storage import (
+    AUTO_PADDING,
+    DataProtoConfig,
     as_rows,
     describe,
     merged_settings,
@@ -28,25 +29,6 @@ from verl.protocol_storage import (
 from verl.row_refs import RowRefs
 from verl.utils.errors import BatchError
 from verl.utils.tensordict_utils import get_tensordict, split_non_tensors
-
-AUTO_PADDING = "_verl_auto_padding"  # meta_info: calls that split the batch pad it (upstream's key)
-
-
-class _ProcessSettings(type):
-    _auto_padding = False
-
-    @property
-    def auto_padding(cls) -> bool:
-        """Whether calls that split a batch pad it, for all batches of this process; VERL_AUTO_PADDING=TRUE sets it."""
-        return cls._auto_padding or os.environ.get("VERL_AUTO_PADDING", "").upper() in ("TRUE", "1")
-
-    @auto_padding.setter
-    def auto_padding(cls, enabled: bool) -> None:
-        cls._auto_padding = enabled
-
-
-class DataProtoConfig(metaclass=_ProcessSettings):
-    """Settings of all batches of this process: ``DataProtoConfig.auto_padding = True``."""
 
 
 @dataclass(eq=False)

@@ -12,9 +12,11 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
-from verl.data_proto import AUTO_PADDING, DataProto, DataProtoConfig, DataProtoItem
+from verl.data_proto import DataProto, DataProtoItem
 from verl.protocol_storage import (
+    AUTO_PADDING,
     BY_RANK,
+    DataProtoConfig,
     list_of_dict_to_dict_of_list,
     pack_tensor,
     tensors_of,

@@ -19,6 +19,26 @@ _TIMING = "timing"  # seconds by name; the first part's count
 BY_RANK = "by_rank"  # rank -> figure -> value; those of all parts are merged
 
 
+AUTO_PADDING = "_verl_auto_padding"  # meta_info: calls that split the batch pad it (upstream's key)
+
+
+class _ProcessSettings(type):
+    _auto_padding = False
+
+    @property
+    def auto_padding(cls) -> bool:
+        """Whether calls that split a batch pad it, for all batches of this process; VERL_AUTO_PADDING=TRUE sets it."""
+        return cls._auto_padding or os.environ.get("VERL_AUTO_PADDING", "").upper() in ("TRUE", "1")
+
+    @auto_padding.setter
+    def auto_padding(cls, enabled: bool) -> None:
+        cls._auto_padding = enabled
+
+
+class DataProtoConfig(metaclass=_ProcessSettings):
+    """Settings of all batches of this process: ``DataProtoConfig.auto_padding = True``."""
+
+
 def list_of_dict_to_dict_of_list(list_of_dict: list[dict]) -> dict[Any, list]:
     """One list per key; BatchError when the keys of the dicts differ. No dict gives no key."""
     keys = list(list_of_dict[0]) if list_of_dict else []
