@@ -1,4 +1,4 @@
-"""Traces of what a user's rollout code calls, as spans of MLflow or calls of Weave (upstream: ``verl.utils.rollout_trace``).
+"""Traces of what a user's rollout code calls, in MLflow or Weave (upstream: ``verl.utils.rollout_trace``).
 
     RolloutTraceConfig.init("project", "experiment", "mlflow")
 
