@@ -19,7 +19,7 @@ from verl.utils import omega_conf_to_dataclass
 from verl.utils.attention_utils import index_first_axis, pad_input, unpad_input
 from verl.utils.debug.metrics import calculate_debug_metrics
 from verl.utils.logger import DecoratorLoggerBase, log_with_rank, print_rank_0, print_with_rank
-from verl.utils.profiler import mark_annotate, mark_end_range, mark_start_range
+from verl.utils.profiler import DistProfiler, mark_annotate, mark_end_range, mark_start_range
 from verl.utils.rollout_skip import RolloutSkip
 from verl.utils.tracking import Tracking
 
@@ -148,6 +148,7 @@ def test_lines_of_steps_and_ranks(capsys: pytest.CaptureFixture[str], caplog: py
 
 
 def test_ranges_are_in_a_profile() -> None:
+    @DistProfiler.annotate(color="red")
     @mark_annotate(message="annotated")
     def doubled(number: int) -> int:
         return 2 * number
@@ -156,7 +157,7 @@ def test_ranges_are_in_a_profile() -> None:
         mark = mark_start_range("between", color="red")
         assert doubled(2) == 4
         mark_end_range(mark)
-    assert {"annotated", "between"} <= {event.key for event in profile.key_averages()}
+    assert {"annotated", "between", "doubled"} <= {event.key for event in profile.key_averages()}
 
 
 def test_a_rollout_that_is_skipped_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ are ranges in it. A process that is not chosen has no profiler at all.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -14,6 +15,7 @@ import torch
 
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.import_utils import load_provider
+from verl.utils.profiler.performance import Function, mark_annotate
 from verl.workers.config.profiler import GlobalProfilerConfig, ProfilerConfig
 
 _NPU = "mindspeed.profiler:NpuRecording"
@@ -48,6 +50,13 @@ class DistProfiler:
         self.tool = config.tool or general.tool
         self.directory = Path(config.save_path or general.save_path or Path(report_dir) / FOLDER).expanduser()
         self._running: tuple[_Recorder, Path] | None = None
+
+    @staticmethod
+    def annotate(
+        message: str | None = None, color: str | None = None, domain: str | None = None, category: str | None = None
+    ) -> Callable[[Function], Function]:
+        """Decorator of a worker's method: each call is a range of a recording (``mark_annotate``)."""
+        return mark_annotate(message, color, domain, category)
 
     def check_enable(self) -> bool:
         return self.config.enable
