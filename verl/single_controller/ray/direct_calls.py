@@ -50,12 +50,16 @@ class DirectCalls(WorkerGroup):
         ]
 
     def _is_worker_alive(self, rank: int) -> bool:
+        questions: dict[int, ray.ObjectRef] = self.__dict__.setdefault("_questions", {})
+        if rank not in questions:
+            questions[rank] = self._actors[rank].address.remote()
         try:
-            ray.get(self._actors[rank].address.remote(), timeout=_ANSWER_TIMEOUT_S)
+            ray.get(questions[rank], timeout=_ANSWER_TIMEOUT_S)
         except GetTimeoutError:
-            return True  # it is busy
+            return True  # it is busy, and has one question to answer
         except RayActorError:
             return False
+        del questions[rank]
         return True
 
     @property
