@@ -224,7 +224,7 @@ def _kept_by_the_default_run() -> list[int]:
 
 
 def _finished(prepared: Prepared, run: Path, steps: int, *arguments: str) -> Path:
-    environment = prepared.environment(run, STEPS=steps)
+    environment = prepared.environment(run, STEPS=steps, NNODES=1)  # as the page of schedules has it
     with Command(run.with_suffix(".log"), environment, [*prepared.arguments, *arguments, "--no-plan"]) as command:
         assert command.wait() == 0, command.tail()
     return run
