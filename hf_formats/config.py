@@ -119,7 +119,9 @@ def read_config_dict(path: str | Path) -> dict[str, Any]:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{file} does not exist; give a directory in Hugging Face form (config.json inside)") from None
-    except json.JSONDecodeError as error:
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}") from None
+    except ValueError as error:  # not UTF-8, or not JSON
         raise ValueError(f"{file} is not valid JSON: {error}") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{file} holds a JSON {type(raw).__name__}; expected an object of model dimensions")

@@ -2,145 +2,30 @@
 
 from __future__ import annotations
 
-import os
-import resource
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
-from pathlib import Path
 from types import FrameType
 
-from rich.console import Console
-from rich.table import Table
-
-from recipes.common.launcher import checks, hostfile, network
-from recipes.common.launcher.first_plan import first_plan
-from recipes.common.launcher.job import Job, resolve_config
-from recipes.common.launcher.node_run import NodeRun, Stopped
-from recipes.common.launcher.output_dir import only_run
-from recipes.common.launcher.parent_death import end_with_parent
-from recipes.common.launcher.print_plan import print_plan
-from recipes.common.launcher.settings import NodeRole, find_accelerator, find_role, read_settings, variables
-from recipes.common.recipe import Recipe, load_recipe, recipe_names
-
-SCRIPT_PID = "RECIPE_SCRIPT_PID"  # set by start.sh: its own process id
 BAD_INPUT = 2
-OPEN_FILES = 32768  # Ray needs many
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; exit status 0 done, 1 failed, 2 a setting that must be mended, 128 + n stopped by a signal."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    console = Console(soft_wrap=True, highlight=False, markup=False)
-    if not arguments or arguments[0] in ("-h", "--help"):
-        console.print(f"usage: python -m recipes.common.launch {'|'.join(recipe_names())} [argument ...]")
-        return 0 if arguments else BAD_INPUT
+    # A shell starts what it does not wait for with SIGINT ignored. Loading the rest takes seconds: listen before that.
+    signal.signal(signal.SIGINT, _interrupt)
     try:
-        recipe = load_recipe(arguments.pop(0))
-        if {"-h", "--help"} & set(arguments):
-            print_help(recipe)
-            return 0
-    except ValueError as error:
-        console.print(f"error: {error}", style="red")
-        return BAD_INPUT
-    try:
-        return _run_or_print(recipe, arguments, console)
-    except ValueError as error:
-        console.print(f"error: {error}\nNothing was started.", style="red")
-        return BAD_INPUT
+        from recipes.common.launcher.command import launch
+
+        return launch(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:
+        print("error: stopped by SIGINT\nNothing was started.", flush=True)
+        return 128 + signal.SIGINT
 
 
-def _run_or_print(recipe: Recipe, arguments: Sequence[str], console: Console) -> int:
-    """Check everything, then run this node's part or print the plan; ValueError with every problem."""
-    overrides = [argument for argument in arguments if argument not in ("--print-plan", "--no-plan")]
-    others = _other_nodes(recipe, overrides)
-    settings = read_settings(recipe, overrides, os.environ, find_accelerator())
-    job = Job(settings, resolve_config(settings))
-    if "--print-plan" in arguments:
-        role = _role_for_plan(job)
-        print_plan(job, role, checks.problems(job, role), console, others)
-        return 0
-    role = find_role(settings, job.nnodes)
-    if problems := checks.problems(job, role):
-        raise ValueError("\n".join(f"- {problem}" for problem in problems))
-    with only_run(settings.output_dir) if role.is_head else nullcontext():
-        if role.is_head and "--no-plan" not in arguments:
-            plan = first_plan(job)
-            console.print(plan.summary)
-            if plan.problems:
-                problems_text = "\n".join(f"- {problem}" for problem in plan.problems)
-                raise ValueError(f"the run cannot fit (--no-plan starts it all the same):\n{problems_text}")
-        return _launch(job, role, others)
-
-
-def print_help(recipe: Recipe) -> None:
-    """The options, and the table of environment variables."""
-    console = Console(markup=False)
-    console.print(f"usage: {recipe.start_command} [--help] [--print-plan] [--no-plan] [key=value ...]\n")
-    console.print(
-        f"Runs {recipe.title} end to end: Ray, data, base model, conversions, GRPO, report. Finished stages are kept, "
-        "and training continues from its last checkpoint. Every key=value is a Hydra override with verl's names, for "
-        "example actor_rollout_ref.rollout.n=16.\n"
-    )
-    table = Table("variable", "default", "meaning", box=None, pad_edge=False)
-    for name, (default, meaning) in variables(recipe).items():
-        table.add_row(name, default, meaning)
-    console.print(table)
-    console.print(
-        "\n--print-plan prints every command, variable and the resolved config of all nodes; nothing starts\n"
-        "--no-plan starts at once; without it the head first plans the run (memory, calls, time) and refuses what "
-        "cannot fit"
-    )
-
-
-def _role_for_plan(job: Job) -> NodeRole:
-    """This node's role, or the head's: a plan can be printed away from the cluster, where no address is ours."""
-    try:
-        return find_role(job.settings, job.nnodes)
-    except ValueError:
-        address = job.settings.master_addr or "<address of node 0>"
-        return NodeRole(True, address, address, job.settings.socket_ifname or "<interface>")
-
-
-def _other_nodes(recipe: Recipe, arguments: Sequence[str]) -> list[hostfile.RemoteStart]:
-    """How HOSTFILE's other nodes are started; puts this one's own settings into the environment."""
-    given = os.environ.get(hostfile.HOSTFILE)
-    if not given:
-        return []
-    hosts = hostfile.read_hosts(Path(given).expanduser())
-    own = hostfile.own_settings(hosts, os.environ, list(network.own_addresses()))
-    starts = hostfile.remote_starts(recipe, arguments, hosts, own, os.environ)
-    os.environ.update(own)
-    return starts
-
-
-def _launch(job: Job, role: NodeRole, others: Sequence[hostfile.RemoteStart]) -> int:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < OPEN_FILES:
-        most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
-    script_pid = os.environ.get(SCRIPT_PID, "")
-    if script_pid.isdigit():
-        end_with_parent(int(script_pid))
-    run = NodeRun(job, role, Console())
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        if run.save_and_stop(signal.Signals(number)):
-            return
-        for name in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(name, signal.SIG_IGN)  # one is enough: the processes are being ended
-        raise Stopped(signal.Signals(number))
-
-    for name in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(name, on_signal)
-    if not others:
-        return run.run()
-    nodes = hostfile.RemoteNodes(others, run.log_dir)
-    status = run.run()
-    for problem in nodes.end(patience_s=job.settings.lost_timeout_s):
-        run.print(problem, "yellow")
-    return status
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it comes from the terminal and from the script that waits
+    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import pytest
 from hf_formats.config import load_hf_config
 from hf_formats.fp8 import QUANTIZATION_CONFIG
 from recipes.common.base_model import TINY_MODEL
-from recipes.common.launcher.checks import model_problems
+from recipes.common.launcher.checks import model_problems, weight_problems
 from recipes.common.launcher.job import Job, resolve_config
 from recipes.common.launcher.settings import read_settings
 from recipes.common.launcher.stages import Stage, stages
@@ -46,7 +46,7 @@ def _bf16_stage(job: Job) -> Stage:
 
 def test_random_weights_need_no_weights(tmp_path: Path, published: Path) -> None:
     job = _job(tmp_path, published, "cann_random_init_tiny")
-    assert model_problems(job, published) == []
+    assert model_problems(published) == [] and weight_problems(job, published) == []
     made = tmp_path / "out" / "base_model_config"
     assert job.config.actor_rollout_ref.model.path == str(made)
     for _ in range(2):  # the second finds the first's
@@ -61,10 +61,10 @@ def test_finished_shards_need_no_weights_and_missing_ones_do(tmp_path: Path, pub
     shards = tmp_path / "shards"
     (shards / "iter_0000001" / "mp_rank_00").mkdir(parents=True)
     job = _job(tmp_path, published, "r1_zero_tiny", DIST_CKPT_PATH=shards)
-    assert model_problems(job, published) == [] and "plain_config" in _bf16_stage(job).shown()
+    assert weight_problems(job, published) == [] and "plain_config" in _bf16_stage(job).shown()
     job = _job(tmp_path, published, "r1_zero_tiny")
     assert "fp8_cast_bf16" in _bf16_stage(job).shown()
-    assert "holds neither model.safetensors.index.json" in model_problems(job, published)[0]
+    assert "holds neither model.safetensors.index.json" in weight_problems(job, published)[0]
 
 
 def test_a_plain_directory_is_used_where_it_is(tmp_path: Path, published: Path) -> None:
@@ -73,5 +73,5 @@ def test_a_plain_directory_is_used_where_it_is(tmp_path: Path, published: Path) 
     del dimensions["quantization_config"]
     (plain / "config.json").write_text(json.dumps(dimensions))
     job = _job(tmp_path, plain, "cann_random_init_tiny")
-    assert model_problems(job, plain) == [] and job.config.actor_rollout_ref.model.path == str(plain)
+    assert weight_problems(job, plain) == [] and job.config.actor_rollout_ref.model.path == str(plain)
     assert "is not quantised" in str(_bf16_stage(job).skip_reason)

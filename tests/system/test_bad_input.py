@@ -159,11 +159,92 @@ def test_bad_variables(prepared: Prepared, tmp_path: Path, variables: Mapping[st
         assert f"{name}=" in message
 
 
+def test_everything_wrong_is_in_one_message(prepared: Prepared, tmp_path: Path) -> None:
+    """Through the command: variables, options, keys, values, input, model, plug-ins and the checkpoint to resume."""
+    (tmp_path / "model").mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "model" / name).write_text("{}")
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (tmp_path / "reward.py").write_text("def compute_score(a, b:\n    return 1\n")
+    (tmp_path / "checkpoints").mkdir()
+    wrong = {"JSON_PATH": tmp_path / "absent.json", "MODEL_PATH": tmp_path / "model", "NNODES": "two"}
+    arguments = [
+        "--bad",
+        "foo=1",
+        "trainer.save_freq=abc",
+        "trainer.n_gpus_per_node=3",
+        "trainer.logger=absent",
+        f"custom_reward_function.path={tmp_path / 'reward.py'}",
+        f"data.custom_cls={{path:{tmp_path / 'absent.py'},name:Mine}}",
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={tmp_path / 'checkpoints' / 'global_step_7'}",
+    ]
+    environment = prepared.environment(tmp_path / "run") | wrong
+    with Command(tmp_path / "output.log", environment, arguments) as command:
+        assert command.wait() == BAD_INPUT, command.tail()
+        message = checked(command.text(), environment)
+    for expected in (
+        "NNODES='two': expected a whole number",
+        "'--bad' is neither an option nor an override",
+        "unknown key foo, and none is like it",
+        "trainer.save_freq is 'abc'",
+        "world size 3 is not a multiple of",
+        "trainer.logger is ['absent']; expected names out of",
+        f"JSON_PATH {tmp_path / 'absent.json'}: no such file",
+        "model_type 'llama' is not supported; supported: deepseek_v3",
+        "reward.py is not Python in line 1: '(' was never closed",
+        f"data.custom_cls: {tmp_path / 'absent.py'} does not exist",
+        f"global_step_7 does not exist; there is no complete checkpoint in {tmp_path / 'checkpoints'}",
+    ):
+        assert message.count(expected) == 1, expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["foo=["], "'foo=[' is not an override: no viable alternative"),
+        (["algorithm.filter_groups={enable:True,filter_path:absent.py:keeps}"], "filter_groups.filter_path"),
+        (["data.sampler={class_path:absent.py,class_name:Mine}"], "data.sampler: absent.py does not exist"),
+        (["trainer.train_only=absent"], "trainer.train_only: absent has no records"),
+    ],
+)
+def test_other_arguments(prepared: Prepared, tmp_path: Path, arguments: Sequence[str], expected: str) -> None:
+    """With a wrong JSON_PATH beside them; what a plug-in's file lacks is known before anything starts."""
+    wrong = tmp_path / "absent.json"
+    message = refused(prepared.environment(tmp_path / "run", JSON_PATH=wrong), arguments)
+    assert expected in message and f"JSON_PATH {wrong}: no such file" in message
+
+
+@pytest.mark.parametrize("given", ["wandb", "[console,wandb]", '["console","wandb"]'])
+def test_a_tracker_that_is_not_installed(prepared: Prepared, tmp_path: Path, given: str) -> None:
+    with mock.patch.dict(sys.modules, {"wandb": None}):  # as find_spec sees a package that is not there
+        message = refused(prepared.environment(tmp_path / "run"), [*SMALL, f"trainer.logger={given}"])
+    assert "trainer.logger names wandb, but its package is not installed here: pip install wandb" in message
+
+
+@pytest.mark.parametrize("content", [b"[]", b"{", bytes(range(128, 256)), b'{"model_type": "deepseek_v3"}'])
+def test_config_json_that_is_none(prepared: Prepared, tmp_path: Path, content: bytes) -> None:
+    model, _ = model_copy(prepared, tmp_path)
+    (model / "config.json").write_bytes(content)
+    message = refused(prepared.environment(tmp_path / "run", MODEL_PATH=model))
+    assert f"MODEL_PATH: {model / 'config.json'}" in message
+
+
+@pytest.mark.parametrize("name", ["HOSTFILE", "PLAN_DEVICE", "CONFIG_NAME"])
+def test_files_that_are_no_text(prepared: Prepared, tmp_path: Path, name: str) -> None:
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_bytes(bytes(range(128, 256)))
+    message = refused(prepared.environment(tmp_path / "run", **{name: wrong}))
+    assert f"{wrong} is not" in message
+
+
 def test_the_driver_alone_refuses_as_well(prepared: Prepared, tmp_path: Path) -> None:
     """``python -m verl.trainer.main_ppo`` is a command of its own; it checks before it starts Ray."""
     overrides = {
         "actor_rollout_ref.model.path": prepared.model_path,
         "actor_rollout_ref.actor.use_dynamic_bsz": True,
+        "actor_rollout_ref.rollout.temprature": 0.5,
+        "actor_rollout_ref.rollout.n": 0,
         "data.train_files": tmp_path / "absent.parquet",
         "trainer.default_local_dir": tmp_path / "run" / "checkpoints",
         "trainer.report_dir": tmp_path / "run",
@@ -171,6 +252,11 @@ def test_the_driver_alone_refuses_as_well(prepared: Prepared, tmp_path: Path) ->
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *(f"{key}={value}" for key, value in overrides.items())]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert ended.returncode == BAD_INPUT, ended.stderr[-3000:]
-    assert f"data.train_files: {tmp_path / 'absent.parquet'} does not exist" in ended.stderr
+    for expected in (
+        f"data.train_files: {tmp_path / 'absent.parquet'} does not exist",
+        "unknown key actor_rollout_ref.rollout.temprature; the nearest known key is",
+        "actor_rollout_ref.rollout.n",
+    ):
+        assert expected in ended.stderr
     assert len(ended.stderr.splitlines()) < SCREEN_LINES
     assert not (tmp_path / "run").exists()

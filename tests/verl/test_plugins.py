@@ -12,7 +12,7 @@ import pytest
 
 from tests.verl.bandit import RIGHT_DIGIT, bandit_config, run_bandit, write_inputs
 from verl.trainer.config import validate_config
-from verl.trainer.preflight import _data_problems, reward_problems
+from verl.trainer.preflight import plugin_problems, reward_problems
 from verl.workers.reward_manager import MANAGERS
 
 STEPS = ("trainer.total_training_steps=2", "trainer.save_freq=-1", "trainer.save_last=False", "trainer.export_hf=False")
@@ -159,7 +159,8 @@ def _run(root: Path, *overrides: str) -> list[dict[str, Any]]:
 def validate_config_of_plugins(config: Any) -> list[str]:
     """The checks before a start, without those of the model, which the smallest policy does not have."""
     return [p for p in validate_config(config) if "reward_model" in p or "external_lib" in p] + [
-        *reward_problems(config)
+        *reward_problems(config),
+        *plugin_problems(config),
     ]
 
 
@@ -236,10 +237,10 @@ def test_the_classes_of_the_page_run(local_ray: None, root: Path) -> None:
     ],
 )
 def test_what_cannot_be_a_data_set_or_a_sampler_is_refused_before_a_run(root: Path, given: str, problem: str) -> None:
-    [found] = _data_problems(bandit_config(root, given.replace("DATA", str(root / "data.py"))))
+    [found] = plugin_problems(bandit_config(root, given.replace("DATA", str(root / "data.py"))))
     assert found.startswith("data.") and problem in found
     good = f"data.custom_cls={{path:{root / 'data.py'},name:Longer}}"
-    assert list(_data_problems(bandit_config(root, good))) == []
+    assert plugin_problems(bandit_config(root, good)) == []
 
 
 @pytest.mark.slow  # tests/verl/test_trackers.py has the trackers without a run, and without their packages

@@ -102,7 +102,7 @@ def load_device(device: str) -> DeviceProfile:
         raise ValueError(f"{wanted}; known devices: {known}; or give the path of a profile, such as ./mine.toml")
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # not UTF-8, or not TOML
         raise ValueError(f"{path} is not TOML: {error}") from None
     if problems := _problems(raw):
         raise ValueError(f"{path} has {len(problems)} problem(s):\n" + "\n".join(f"  - {line}" for line in problems))

@@ -5,14 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
+
+from omegaconf import DictConfig
 
 from verl.trainer.command_line import read_command_line
 from verl.trainer.config import (
     ConfigError,
     PPOTrainerConfig,
+    WithoutEffect,
     compose_config,
     config_warnings,
     resolve_config,
@@ -21,41 +26,56 @@ from verl.trainer.config import (
     without_effect_block,
 )
 from verl.trainer.config.load import to_yaml
+from verl.utils.disk_space import disk_full_line, is_disk_full
 from verl.utils.rank_log import FORMAT
 
 logger = logging.getLogger("verl.trainer.main_ppo")
 
 EXIT_BAD_INPUT = 2
 EXIT_WORKER_DIED = 3
+EXIT_DISK_FULL = 4
 EXIT_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Checks everything, then trains. Returns 0 when done, 2 for bad input (nothing started), 3 when workers failed,
-    130 when it was asked to stop and the last step is saved.
+    4 when a disk is full, 130 when it was asked to stop and the last step is saved.
     """
     logging.basicConfig(level=logging.INFO, format=FORMAT)
     try:
         args = read_command_line(argv)
         composed = compose_config(args.overrides, config_name=args.config_name, config_dir=args.config_dir)
-        config, unused = resolve_config(composed)
+        config, unused, problems = _resolve(composed)
         if args.shows_config:
+            _raise_problems(problems)
             print(to_yaml(config), end="")
             return 0
-        _raise_problems(validate_config(config))
+        problems += validate_config(config)
+        if args.check != "config":
+            from verl.trainer.preflight import preflight_problems
+
+            problems += preflight_problems(config, is_valid=not problems)
+        _raise_problems(problems)
         if block := without_effect_block([*args.unused, *unused, *variables_without_effect(os.environ)]):
             logger.info(block)
         if args.check == "config":
             return 0
-        from verl.trainer.preflight import preflight_problems
-
-        _raise_problems(preflight_problems(config))
     except ValueError as error:
         print(error, file=sys.stderr)
         return EXIT_BAD_INPUT
     for warning in config_warnings(config):
         logger.warning(warning)
     return 0 if args.check else run_ppo(config)
+
+
+def _resolve(composed: DictConfig) -> tuple[PPOTrainerConfig, list[WithoutEffect], list[str]]:
+    """The typed config, the keys without effect, and what is wrong with others, which have their defaults in it."""
+    try:
+        return *resolve_config(composed), []
+    except ConfigError as error:
+        if error.config is None:
+            raise
+        return error.config, [], error.problems
 
 
 def run_ppo(config: PPOTrainerConfig) -> int:
@@ -85,7 +105,13 @@ def run_ppo(config: PPOTrainerConfig) -> int:
     except TrainingInterruptedError as error:
         logger.warning("training %s; %s", error, how_to_continue(config.trainer.default_local_dir))
         return EXIT_INTERRUPTED
-    except TrainingStoppedError as error:
+    except (OSError, TrainingStoppedError) as error:
+        if is_disk_full(error):
+            logger.error(disk_full_line(written_folders(config)))
+            logger.error(how_to_continue(config.trainer.default_local_dir))
+            return EXIT_DISK_FULL
+        if isinstance(error, OSError):
+            raise
         logger.error("training stopped in step %d: %s", error.step, error)
         logger.error(how_to_continue(config.trainer.default_local_dir))
         return EXIT_WORKER_DIED
@@ -96,6 +122,12 @@ def run_ppo(config: PPOTrainerConfig) -> int:
         reward_fn.close()
         ray.shutdown()
     return 0
+
+
+def written_folders(config: PPOTrainerConfig) -> list[Path]:
+    """Where a run writes: results, checkpoints, and what Ray and the graders need for a while."""
+    trainer = config.trainer
+    return [Path(trainer.report_dir), Path(trainer.default_local_dir), Path(tempfile.gettempdir())]
 
 
 def how_to_continue(checkpoint_dir: str) -> str:

@@ -31,20 +31,32 @@ from verl.workers.reward_manager import MANAGERS
 from vllm.transformers_utils.config import load_config as load_rollout_config
 
 
-def preflight_problems(config: PPOTrainerConfig) -> list[str]:
-    """Returns every problem on this machine's disks that would stop the run, one sentence each; starts nothing."""
+def preflight_problems(config: PPOTrainerConfig, is_valid: bool = True) -> list[str]:
+    """Returns every problem on this machine's disks that would stop the run, one sentence each; starts nothing.
+
+    ``is_valid``: whether ``validate_config`` has found nothing; else no layout is tried on the model.
+    """
     return [
-        *_weight_problems(config),
+        *_weight_problems(config, is_valid),
         *_data_problems(config),
         *reward_problems(config),
-        *_filter_problems(config),
-        *_record_problems(config),
+        *plugin_problems(config),
         *_output_problems(config),
         *missing_packages(config.trainer.logger),
     ]
 
 
-def _weight_problems(config: PPOTrainerConfig) -> Iterator[str]:
+def plugin_problems(config: PPOTrainerConfig) -> list[str]:
+    """What is wrong with the user's own classes and filter, whose files run here, and with records to train on."""
+    return [
+        *_class_problems(config),
+        *reward_manager_problems(config),
+        *_filter_problems(config),
+        *_record_problems(config),
+    ]
+
+
+def _weight_problems(config: PPOTrainerConfig, is_valid: bool) -> Iterator[str]:
     models = config.actor_rollout_ref
     path = Path(models.model.path).expanduser()
     if not (path / "config.json").is_file():
@@ -56,6 +68,8 @@ def _weight_problems(config: PPOTrainerConfig) -> Iterator[str]:
     key = "model.path"
     try:
         hf = load_hf_config(path)
+        if not is_valid:
+            return
         yield from engine_problems(models, config.trainer.world_size, hf)
         yield from _rollout_model_problems(path)
         if not (models.actor.load_weight and engine.load_weight):
@@ -82,14 +96,18 @@ def _rollout_model_problems(path: Path) -> Iterator[str]:
         yield f"actor_rollout_ref.rollout: the rollout engine does not know this model yet: {error}"
 
 
-def _data_problems(config: PPOTrainerConfig) -> Iterator[str]:
-    """The classes that the config names, and files in another form than theirs."""
+def _class_problems(config: PPOTrainerConfig) -> Iterator[str]:
+    """Data set and sampler that the config names and that cannot be made."""
     for key, load in (("data.custom_cls", dataset_class), ("data.sampler", sampler_class)):
         try:
             load(config.data)
         except Exception as error:  # a process edge: the user's file runs here, and may raise anything
             text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             yield text if text.startswith(key) else f"{key}: {text}"
+
+
+def _data_problems(config: PPOTrainerConfig) -> Iterator[str]:
+    """Files in another form than that of the data set."""
     if config.data.custom_cls.path is not None:
         yield from _absent_files(config)  # a class of a user knows the form of its files
         return
@@ -168,7 +186,6 @@ def reward_problems(config: PPOTrainerConfig) -> Iterator[str]:
         yield from _function_problems(where, custom.default, is_batched)
     for source, function in custom.sources.items():
         yield from _function_problems(f"{where}.by_data_source.{source}", function, is_batched)
-    yield from reward_manager_problems(config)
     yield from _source_problems(config)
 
 

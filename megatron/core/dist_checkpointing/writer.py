@@ -75,10 +75,17 @@ def write_rank(job: RankJob, tensors: Sequence[Tensor], copy_ahead_bytes: int = 
     plan = writer.prepare_global_plan([SavePlan([])] * job.rank + [job.plan])[job.rank]
     try:
         results = writer.write_data(plan, _TensorPlanner(plan, tensors)).wait()
-    except RuntimeError as error:  # torch's stream writer wraps the OSError
-        raise OSError(f"{job.partial}: {error}") from error
+    except RuntimeError as error:  # torch's stream writer fails over what an OSError left behind
+        raise OSError(f"{job.partial}: {_system_error(error) or error}") from error
     files = {path.name: record_file(path) for path in sorted(job.partial.glob(f"__{job.rank}_*.distcp"))}
     write_bytes(_done(job.partial, job.rank), pickle.dumps((files, results)))
+
+
+def _system_error(error: BaseException | None) -> OSError | None:
+    """The OSError while whose handling ``error`` was raised; None when there is none."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__context__
+    return error
 
 
 def report_failure(job: RankJob, text: str) -> None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from hf_formats.config import read_config_dict
-from hf_formats.families import model_family
+from hf_formats.config import load_hf_config
 from recipes.common.base_model import TINY_MODEL
 from recipes.common.launcher import network
 from recipes.common.launcher.job import Job, has_shards, is_fp8, model_dimensions
-from recipes.common.launcher.settings import NodeRole
+from recipes.common.launcher.settings import NodeRole, Settings
 from recipes.common.launcher.stages import stages
 from recipes.common.recipe import Recipe
+from tools.plan.devices import load_device
 from verl.trainer.config.config import PPOTrainerConfig
 from verl.trainer.config.data import file_list
 from verl.trainer.config.validate import validate_config
@@ -27,9 +28,21 @@ LEAST_FREE_BYTES = 2**30
 
 def problems(job: Job, role: NodeRole) -> list[str]:
     """Every reason why this node cannot take part in the run, one text each; empty when it can."""
-    settings = job.settings
     found = [*config_problems(job), *host_problems(job), *device_problems(job)]
-    found += writable_problems("OUTPUT_DIR", settings.output_dir)
+    found += setting_problems(job.settings, role)
+    if role.is_head:
+        if job.settings.model_path is not None and not model_problems(job.settings.model_path):
+            found += weight_problems(job, job.settings.model_path)
+        found += parquet_problems(job)
+        found += [*reward_problems(job), *plugin_problems(job), *resume_problems(job)]
+    return found
+
+
+def setting_problems(settings: Settings, role: NodeRole) -> list[str]:
+    """The part of ``problems`` that needs no config."""
+    found = writable_problems("OUTPUT_DIR", settings.output_dir)
+    if settings.plan_device is not None:
+        found += _refusals("PLAN_DEVICE", lambda: load_device(str(settings.plan_device)))
     if settings.dist_ckpt_path is not None and not has_shards(settings.dist_ckpt_path):
         found += writable_problems("DIST_CKPT_PATH", settings.dist_ckpt_path)
     if role.is_head:
@@ -40,9 +53,7 @@ def problems(job: Job, role: NodeRole) -> list[str]:
         if settings.input_path is not None:
             found += input_problems(settings.recipe, settings.input_path)
         if settings.model_path is not None:
-            found += model_problems(job, settings.model_path)
-        found += parquet_problems(job)
-        found += [*reward_problems(job), *resume_problems(job), *missing_packages(job.config.trainer.logger)]
+            found += model_problems(settings.model_path)
     return found
 
 
@@ -53,6 +64,18 @@ def reward_problems(job: Job) -> list[str]:
     named |= {f"{where}.by_data_source.{source}": spec for source, spec in custom.sources.items()}
     found = {key: file_problem(spec) for key, spec in named.items()}
     return [f"{key}: {problem}" for key, problem in found.items() if problem is not None]
+
+
+def plugin_problems(job: Job) -> list[str]:
+    """Trackers whose package is missing, and faults of other code of the user's, whose files run here."""
+    config = job.config
+    found = missing_packages(config.trainer.logger)
+    classes = (config.data.custom_cls.path, config.data.sampler.class_path, config.algorithm.filter_groups.filter_path)
+    if not any((*classes, config.actor_rollout_ref.model.external_lib, config.trainer.train_only)):
+        return found
+    from verl.trainer import preflight  # it imports torch
+
+    return [*found, *preflight.plugin_problems(config)]
 
 
 def resume_problems(job: Job) -> list[str]:
@@ -133,7 +156,7 @@ def parquet_problems(job: Job) -> list[str]:
 def config_problems(job: Job) -> list[str]:
     """Faults of the config, also for a model whose BF16 form does not exist yet: the tiny one, or a quantised one."""
     path, dims = job.settings.model_path, model_dimensions(job.settings)
-    if path is not None and family_problem(path):
+    if path is not None and dims and _refusals("MODEL_PATH", lambda: load_hf_config(path)):
         return validate_config(_with_model(job, path / "unsupported"))  # reported; what follows from it is not advice
     found = validate_config(job.config)
     if path is not None and not is_fp8(path):
@@ -151,30 +174,27 @@ def _with_model(job: Job, path: Path) -> PPOTrainerConfig:
     return replace(job.config, actor_rollout_ref=replace(models, model=replace(models.model, path=str(path))))
 
 
-def family_problem(path: Path) -> str | None:
-    """Why the engines do not know the model of an HF directory; None when they do, or without a config.json."""
-    if not (path / "config.json").is_file():
-        return None
-    try:
-        model_family(read_config_dict(path), str(path / "config.json"))
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-def model_problems(job: Job, path: Path) -> list[str]:
-    """Missing files and missing or truncated shards of an HF directory."""
+def model_problems(path: Path) -> list[str]:
+    """Missing files of an HF directory, and what its config.json asks for that the engines do not have."""
     wanted = ("config.json", "tokenizer.json", "tokenizer_config.json")
     if missing := [name for name in wanted if not (path / name).is_file()]:
         return [f"MODEL_PATH {path} has no {' and no '.join(missing)}; expected a Hugging Face model directory"]
-    if problem := family_problem(path):
-        return [f"MODEL_PATH: {problem}"]
+    return _refusals("MODEL_PATH", lambda: load_hf_config(path))
+
+
+def weight_problems(job: Job, path: Path) -> list[str]:
+    """Missing and truncated shards of an HF directory that ``model_problems`` finds nothing wrong with."""
     if not job.needs_weights:
         return []
     from mindspeed_llm.hf_checkpoint import HFCheckpoint  # it imports torch
 
+    return _refusals("MODEL_PATH", lambda: HFCheckpoint(path).close())
+
+
+def _refusals(name: str, read: Callable[[], object]) -> list[str]:
+    """Why the variable's file cannot be read, as ``read`` says."""
     try:
-        HFCheckpoint(path).close()
+        read()
     except (ValueError, OSError) as error:
-        return [f"MODEL_PATH: {error}"]
+        return [f"{name}: {error}"]
     return []

@@ -48,7 +48,11 @@ def read_hosts(path: Path) -> list[Host]:
     if not path.is_file():
         raise ValueError(f"{HOSTFILE} {path}: no such file; expected a line per node: address slots=8")
     hosts, problems = [], []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError:
+        raise ValueError(f"{HOSTFILE} {path} is not text; expected a line per node: address slots=8") from None
+    for number, line in enumerate(lines, start=1):
         text = line.partition("#")[0].strip()
         if match := _LINE.fullmatch(text):
             hosts.append(Host(match["address"], int(match["slots"]) if match["slots"] else None))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_formats.config import read_config_dict
 from recipes.common.base_model import TINY_MODEL
 from recipes.common.launcher.settings import Settings
 
@@ -168,10 +168,9 @@ def model_dimensions(settings: Settings) -> Mapping[str, Any]:
 
 def _hf_config(model_path: Path) -> Mapping[str, Any]:
     try:
-        found: dict[str, Any] = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
+        return read_config_dict(model_path / "config.json")
+    except ValueError:
         return {}
-    return found
 
 
 def has_shards(directory: Path) -> bool:

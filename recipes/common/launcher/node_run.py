@@ -7,19 +7,27 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
 
 from recipes.common.launcher import network, nodes, output_dir, ray_node
 from recipes.common.launcher.job import Job
-from recipes.common.launcher.processes import POLL_S, OwnProcesses, RunFailed, how_it_ended
+from recipes.common.launcher.processes import POLL_S, OwnProcesses, RunFailed, how_it_ended, last_lines
 from recipes.common.launcher.settings import NodeRole
 from recipes.common.launcher.stages import Stage, closing_stages, driver_stage, nodes_stage, stages
 from recipes.common.recipe import ROOT
 from verl.trainer.config.data import file_list
 from verl.trainer.config.load import to_yaml
-from verl.trainer.main_ppo import EXIT_INTERRUPTED, EXIT_WORKER_DIED, how_to_continue
+from verl.trainer.main_ppo import (
+    EXIT_DISK_FULL,
+    EXIT_INTERRUPTED,
+    EXIT_WORKER_DIED,
+    how_to_continue,
+    written_folders,
+)
+from verl.utils.disk_space import disk_full_line, has_full_disk, is_disk_full, tells_of_full_disk
 from verl.utils.rank_log import LOG_DIR
 
 CAUSE_S = 3.0
@@ -57,15 +65,17 @@ class NodeRun:
             else:
                 self._run_worker()
             status = 0
-        except RunFailed as error:
-            reason = str(error)
+        except (RunFailed, OSError) as error:
+            if isinstance(error, OSError) and not is_disk_full(error):
+                raise
+            reason = str(error) if isinstance(error, RunFailed) else self._disk_full_line()
             self.print(f"error: {reason}", "bold red")
         except Stopped as error:
             status, reason = 128 + error.args[0], f"stopped by {error.args[0].name}"
             self.print(f"error: {reason}", "bold red")
         finally:
             self._end(status, reason)
-        if status and self.driver is not None:
+        if self.role.is_head and (status > 128 or (status and self.driver is not None)):
             self.print(how_to_continue(self.job.config.trainer.default_local_dir), "yellow")
         return status
 
@@ -96,7 +106,8 @@ class NodeRun:
 
     def print(self, text: str, style: str | None = None) -> None:
         """A line on the console as it is: no markup, no line breaks."""
-        self.console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+        with suppress(OSError):  # where the console is a file on a disk that is full, nothing can be said
+            self.console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
     def _elapsed(self) -> str:
         minutes, seconds = divmod(int(time.monotonic() - self.started), 60)
@@ -124,8 +135,8 @@ class NodeRun:
         if is_watching and self.ray is not None and self.ray.problem() is None:
             self._notify_other_nodes(status, reason)
         left = self.processes.end_all()
-        if self.ray is not None:
-            self.ray.keep_logs()
+        if self.ray is not None and (problem := self.ray.keep_logs()) is not None:
+            self.print(f"Ray's logs are not kept whole: {problem}", "yellow")
         if left:
             self.print(f"error: these processes of this run could not be ended: {', '.join(left)}", "bold red")
         if self.role.is_head and status == 0:
@@ -183,6 +194,8 @@ class NodeRun:
         started = time.monotonic()
         pid, status, log = self._run_command(stage, self.environment)
         if status != 0:
+            if has_full_disk(written_folders(self.job.config)) or tells_of_full_disk(last_lines(log)):
+                raise RunFailed(self._disk_full_line())
             problem = f"stage {stage.title} (pid {pid}) {how_it_ended(status)}; its output is in {log}"
             raise RunFailed(nodes.problem_in(log) or problem)
         self.console.print(f"{stage.title} done in {time.monotonic() - started:.1f} s", style="green")
@@ -197,6 +210,8 @@ class NodeRun:
             return
         if status == EXIT_INTERRUPTED:
             raise Stopped(self.stop_signal or signal.SIGINT)
+        if status == EXIT_DISK_FULL or has_full_disk(written_folders(self.job.config)):
+            raise RunFailed(self._disk_full_line())
         deadline = time.monotonic() + CAUSE_S
         while time.monotonic() < deadline:  # the end of a node or of Ray may be noticed a moment after the driver's
             self._check()
@@ -206,6 +221,9 @@ class NodeRun:
             f"the driver (verl.trainer.main_ppo, pid {pid}) {how_it_ended(status)}{why}; its output is in {log}, "
             f"Ray's logs will be in {self.log_dir}"
         )
+
+    def _disk_full_line(self) -> str:
+        return disk_full_line([self.job.settings.output_dir, *written_folders(self.job.config)])
 
     def _set_driver(self, process: subprocess.Popen[bytes]) -> None:
         self.driver = process

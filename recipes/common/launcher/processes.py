@@ -21,6 +21,7 @@ from recipes.common.recipe import ROOT
 
 TAG_NAME = "RECIPE_LAUNCH"
 POLL_S = 0.2
+LAST_LINES = 15
 
 
 class RunFailed(RuntimeError):
@@ -127,6 +128,11 @@ class OwnProcesses:
 def python_path() -> str:
     """PYTHONPATH with the repository in front."""
     return os.pathsep.join([str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
+
+
+def last_lines(log: Path, count: int = LAST_LINES) -> str:
+    """The end of what a command has printed."""
+    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-count:])
 
 
 def how_it_ended(returncode: int) -> str:

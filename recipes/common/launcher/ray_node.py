@@ -16,12 +16,11 @@ import psutil
 
 from recipes.common.launcher import network, nodes, output_dir
 from recipes.common.launcher.job import Job
-from recipes.common.launcher.processes import POLL_S, OwnProcesses, RunFailed, how_it_ended, python_path
+from recipes.common.launcher.processes import POLL_S, OwnProcesses, RunFailed, how_it_ended, last_lines, python_path
 from recipes.common.launcher.settings import NodeRole
 from verl.utils.net_utils import LOOPBACK, free_ports
 
 START_TIMEOUT_S = 90.0
-LOG_TAIL_LINES = 15
 TEMP_PREFIX = "rl_"
 FREE_PORT = "<free port>"
 NPU_ENV_FILE = Path(__file__).resolve().parents[1] / "npu_env.sh"
@@ -177,13 +176,23 @@ class RayNode:
         return f"Ray on this node ({self._role.own_addr}) {how_it_ended(status)}{self._tail()}"
 
     def _tail(self) -> str:
-        lines = self._log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_TAIL_LINES:]
+        lines = last_lines(self._log_path).splitlines()
         return "".join(f"\n    {line}" for line in [f"({self._log_path}:)", *lines])
 
-    def keep_logs(self) -> None:
-        """Move Ray's session logs beside the run's own and remove its temporary folder; call it once Ray has ended."""
-        output_dir.keep_session(self._kept_logs)
+    def keep_logs(self) -> str | None:
+        """Move Ray's session logs beside the run's own and remove its temporary folder; call it once Ray has ended.
+
+        Returns what keeps them from being copied whole, such as a full disk.
+        """
+        problem = None
+        try:
+            output_dir.keep_session(self._kept_logs)
+        except shutil.Error as error:  # of many files, each with its reason
+            problem = str(error.args[0][0][2])
+        except OSError as error:
+            problem = str(error)
         shutil.rmtree(self._temp_dir, ignore_errors=True)
+        return problem
 
 
 def _remove_leftovers() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,14 @@ class Settings:
         return self.dist_ckpt_path or self.output_dir / "dist_ckpt"
 
 
+class SettingsError(ValueError):
+    """Variables or overrides cannot be used; ``settings`` has the defaults in their place, for other checks."""
+
+    def __init__(self, problems: Sequence[str], settings: Settings) -> None:
+        super().__init__("\n".join(problems))
+        self.problems, self.settings = list(problems), settings
+
+
 def variables(recipe: Recipe) -> dict[str, tuple[str, str]]:
     """Default and meaning of every variable: the one list behind --help, --print-plan and the README's table."""
     names = {"npu": "NPUs", "cuda": "GPUs"}
@@ -116,7 +124,7 @@ def variables(recipe: Recipe) -> dict[str, tuple[str, str]]:
 def read_settings(
     recipe: Recipe, overrides: Sequence[str], environment: Mapping[str, str], accelerator: str = CPU
 ) -> Settings:
-    """The settings in ``environment``; ValueError that lists every value that is not what it should be."""
+    """The settings in ``environment``; SettingsError that lists every value that is not what it should be."""
     problems: list[str] = []
 
     def read(name: str, kind: str) -> Any:
@@ -144,13 +152,15 @@ def read_settings(
     )
     problems += recipe.eval_problems(settings.eval_input)
     problems += [f"{name} is not used any more: {reason}" for name, reason in REMOVED.items() if environment.get(name)]
+    wrong = [text for text in overrides if "=" not in text and not text.startswith("~")]
     problems += [
         f"{text!r} is neither an option nor an override: expected key=value, for example trainer.save_freq=10"
-        for text in overrides
-        if "=" not in text and not text.startswith("~")
+        for text in wrong
     ]
     if problems:
-        raise ValueError("\n".join(problems))
+        raise SettingsError(
+            problems, replace(settings, overrides=tuple(text for text in overrides if text not in wrong))
+        )
     return settings
 
 

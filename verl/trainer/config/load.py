@@ -61,10 +61,13 @@ _TELLING = 5  # letters of a last part that names a key whatever stands before i
 
 
 class ConfigError(ValueError):
-    """The configuration cannot be used; the message lists every problem."""
+    """The configuration cannot be used; the message lists every problem.
 
-    def __init__(self, problems: Sequence[str]) -> None:
-        self.problems = list(problems)
+    ``config`` is the tree of what can be used, for the checks of the rest; None where there is no tree.
+    """
+
+    def __init__(self, problems: Sequence[str], config: PPOTrainerConfig | None = None) -> None:
+        self.problems, self.config = list(problems), config
         count = len(self.problems)
         head = f"{count} problem{'s' if count > 1 else ''} in the configuration:"
         super().__init__("\n".join([head, *(f"  - {problem}" for problem in self.problems)]))
@@ -96,12 +99,15 @@ def compose_config(
         search_path = [f"file://{CONFIG_DIR}"]
         for given in (override for override in overrides if override.startswith(_SEARCH_PATH)):
             search_path += OverridesParser.create().parse_override(given).value()  # type: ignore[arg-type, operator]
-        forced = [_force(override) for override in overrides if not override.startswith(_SEARCH_PATH)]
+        forced = _forced([override for override in overrides if not override.startswith(_SEARCH_PATH)])
         GlobalHydra.instance().clear()
         with initialize_config_dir(version_base=None, config_dir=str(directory)):
             return compose(config_name=config_name, overrides=[f"{_SEARCH_PATH}[{','.join(search_path)}]", *forced])
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError([str(error).strip().replace("\n", " ")]) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        text = " ".join(str(error).split())
+        raise ConfigError([f"{directory / config_name}.yaml is not YAML: {text}"]) from error
 
 
 def typed_config(composed: DictConfig) -> PPOTrainerConfig:
@@ -133,8 +139,17 @@ def resolve_config(composed: DictConfig) -> tuple[PPOTrainerConfig, list[Without
             OmegaConf.update(schema, key, value)
         except OmegaConfBaseException as error:
             problems.append(f"{key} is {value!r}; {str(error).splitlines()[0]}")
+    config = _typed(schema, leaves, taken)
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(problems, config)
+    taken += _unused_profiler_keys(config, leaves)
+    reported = {item.key for item in taken}
+    idle = idle_keys(config, _without_followers(leaves, composed))
+    return config, taken + [item for item in idle if item.key not in reported]
+
+
+def _typed(schema: DictConfig, leaves: dict[str, Any], taken: list[WithoutEffect]) -> PPOTrainerConfig:
+    """The dataclasses of ``schema`` with what follows from other keys; adds those without effect to ``taken``."""
     for key in _PATH_KEYS:
         OmegaConf.update(schema, key, _expand_home(OmegaConf.select(schema, key)))
     OmegaConf.update(schema, _EXTERNAL_LIB, _absolute_files(OmegaConf.select(schema, _EXTERNAL_LIB)))
@@ -153,10 +168,7 @@ def resolve_config(composed: DictConfig) -> tuple[PPOTrainerConfig, list[Without
         OmegaConf.update(schema, _ROUTER_REPLAY, config.automatic_router_replay)
         config = OmegaConf.to_object(schema)
         assert isinstance(config, PPOTrainerConfig)
-    taken += _unused_profiler_keys(config, leaves)
-    reported = {item.key for item in taken}
-    idle = idle_keys(config, _without_followers(leaves, composed))
-    return config, taken + [item for item in idle if item.key not in reported]
+    return config
 
 
 def _without_followers(leaves: dict[str, Any], composed: DictConfig) -> dict[str, Any]:
@@ -254,11 +266,21 @@ def to_yaml(config: PPOTrainerConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
 
 
-def _force(override: str) -> str:
-    """The override in the form that also adds a key which the YAML lacks; ``typed_config`` finds unknown keys."""
-    override = override.replace("=~/", f"={Path.home()}/", 1)  # neither shells nor Hydra expand this ~
-    parsed = OverridesParser.create().parse_override(override)
-    return override if parsed.is_delete() or override.startswith("+") else f"++{override}"
+def _forced(overrides: Sequence[str]) -> list[str]:
+    """The overrides in the form that also adds a key which the YAML lacks; ``typed_config`` finds unknown keys."""
+    forced, problems = [], []
+    for given in overrides:
+        override = given.replace("=~/", f"={Path.home()}/", 1)  # neither shells nor Hydra expand this ~
+        try:
+            parsed = OverridesParser.create().parse_override(override)
+        except HydraException as error:
+            why = str(error).strip().splitlines()[0]
+            problems.append(f"{given!r} is not an override: {why}; expected key=value, in Hydra's grammar")
+        else:
+            forced.append(override if parsed.is_delete() or override.startswith("+") else f"++{override}")
+    if problems:
+        raise ConfigError(problems)
+    return forced
 
 
 def _leaves(

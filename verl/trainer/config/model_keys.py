@@ -6,13 +6,13 @@ Megatron's ``MLATransformerConfig``.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hf_formats.config import read_config_dict
 from verl.trainer.config.fixed_keys import WithoutEffect
 
 _SECTION = re.compile(r"actor_rollout_ref\.(?:actor|ref)\.megatron\.override_transformer_config\.(\w+)")
@@ -88,10 +88,9 @@ def compare_model_keys(given: list[ModelKey], model_path: str) -> tuple[list[Wit
 def config_json(model_path: str) -> dict[str, Any] | None:
     """The content of ``model_path``/config.json; None where there is none that can be read, which preflight reports."""
     try:
-        found = json.loads((Path(model_path).expanduser() / "config.json").read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
+        return read_config_dict(Path(model_path).expanduser() / "config.json")
+    except ValueError:
         return None
-    return found if isinstance(found, dict) else None
 
 
 def _differences(given: list[ModelKey], raw: Mapping[str, Any], file: Path) -> Iterator[str]:

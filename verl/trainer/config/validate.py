@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import fields
 from pathlib import Path
 
 from verl.trainer.config.checks import exact_problems, registry_problems, schedule_problems
 from verl.trainer.config.config import PPOTrainerConfig
+from verl.trainer.config.model_keys import config_json
 from verl.workers.config.engine import END_STAGES, LAYOUT_KEYS
 from verl.workers.config.overrides import OP_CHOICES
 from verl.workers.config.profiler import profiling_problems
@@ -146,19 +146,17 @@ def _why_old_log_prob(config: PPOTrainerConfig) -> str:
 def _model_dims(config: PPOTrainerConfig) -> tuple[dict[str, int], list[str]]:
     """The dimensions that a layout divides, from the model's config.json if it exists, and what is wrong with it."""
     path = Path(config.actor_rollout_ref.model.path).expanduser() / "config.json"
-    if not path.is_file():
-        return {}, []  # preflight reports a missing model; a plan needs no weights on this machine
-    try:
-        hf = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        return {}, [f"{path} is not JSON: {error}"]
+    hf = config_json(config.actor_rollout_ref.model.path)
+    if hf is None:
+        return {}, []  # preflight reports it; a plan needs no weights on this machine
     names = {
         "num_layers": "num_hidden_layers",
         "num_experts": "n_routed_experts",
         "num_attention_heads": "num_attention_heads",
         "vocab_size": "vocab_size",
     }
-    dims = {ours: int(hf[theirs]) for ours, theirs in names.items() if hf.get(theirs) is not None}
+    hf = {key: value for key, value in hf.items() if isinstance(value, int)}  # preflight reports other values of these
+    dims = {ours: hf[theirs] for ours, theirs in names.items() if theirs in hf}
     found = []
     positions, limit = hf.get("max_position_embeddings"), config.actor_rollout_ref.model.max_position_embeddings
     rollout, source = config.actor_rollout_ref.rollout, str(path)

@@ -114,7 +114,7 @@ def resume_problem(path: str) -> str | None:
     if named and Checkpoint(directory).is_complete:
         return None
     if not directory.is_dir():
-        what = "does not exist"
+        what = "is not a folder" if directory.exists() else "does not exist"
     else:
         what = "is not complete" if named else "is no folder global_step_N"
     root = directory if not named and checkpoints(str(directory)) else directory.parent
