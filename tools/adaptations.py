@@ -29,7 +29,7 @@ def main() -> None:
         if args.prove is not None:
             sys.exit(0 if _show_proofs(args.root, args.prove) else 1)
         print(run(args.root, check=args.check))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
 
 

@@ -23,6 +23,13 @@ EXIT_DIFFERENT = 1
 EXIT_BAD_INPUT = 2
 _TOLERANCE = 1e-9
 SHOWN = 20  # differing lines that are printed without --all
+_JOB = ("data_source", "response", "ground_truth", "extra_info")  # what a grader is given
+_FIELDS = dict.fromkeys(("data_source", "response", "ground_truth", "status", "uid"), str) | {
+    "extra_info": dict,
+    "grader": dict,
+    "parts": dict,
+    "score": (int, float),
+}
 
 
 @dataclass(frozen=True)
@@ -43,13 +50,14 @@ class Line:
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
+        _check_options(args)
         lines = list(read_ledgers(args.ledger))
         given = None
         if args.path is not None:
-            given = RewardFunctionSpec(args.path, args.name, json.loads(args.kwargs))
+            given = RewardFunctionSpec(args.path, args.name, args.kwargs)
         for function in _distinct(lines, given):
             _check(function)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
     results = regrade(lines, given, num_workers=args.workers, timeout_s=args.timeout)
@@ -63,7 +71,7 @@ def read_ledgers(paths: Sequence[Path]) -> Iterator[Line]:
         if not files or not all(file.is_file() for file in files):
             raise ValueError(f"{path} is no ledger; expected a .jsonl file or a folder of them")
         for file in files:
-            with file.open(encoding="utf-8") as texts:
+            with file.open(encoding="utf-8", errors="replace") as texts:  # what is no text is no JSON either
                 for number, text in enumerate(texts, start=1):
                     yield _parsed(f"{file.name}:{number}", text)
 
@@ -118,14 +126,32 @@ def difference(record: dict[str, Any], result: ScoringResult) -> str:
 def _parsed(where: str, text: str) -> Line:
     try:
         record = json.loads(text)
-        texts = (record[key] for key in ("data_source", "response", "ground_truth", "extra_info"))
-        return Line(where, record, ScoringJob(*texts))
     except json.JSONDecodeError as error:
         raise ValueError(f"{where} is not JSON: {error}") from error
-    except (KeyError, TypeError) as error:
+    lacking = [name for name, kind in _FIELDS.items() if not isinstance(record, dict) or not _is_a(kind, record, name)]
+    grader = {} if lacking else record["grader"]
+    if lacking or not {"path", "name", "kwargs"} <= grader.keys():
         raise ValueError(
-            f"{where} has no {error}; only a ledger written with reward_model.ledger=texts holds what a grader needs"
-        ) from error
+            f"{where} has no {', '.join(lacking) or 'whole grader'}; only a ledger written with "
+            "reward_model.ledger=texts holds what a grader needs"
+        )
+    return Line(where, record, ScoringJob(*(record[name] for name in _JOB)))
+
+
+def _is_a(kind: Any, record: dict[str, Any], name: str) -> bool:
+    return name in record and isinstance(record[name], kind)
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """ValueError for a value that is no use; ``kwargs`` becomes what its JSON says."""
+    try:
+        args.kwargs = json.loads(args.kwargs)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--kwargs {args.kwargs} is not JSON: {error}") from error
+    if not isinstance(args.kwargs, dict):
+        raise ValueError(f'--kwargs {args.kwargs}: expected an object, as {{"scale": 2}}')
+    if args.workers < 1 or not args.timeout > 0:
+        raise ValueError(f"--workers {args.workers} --timeout {args.timeout:g}: expected at least 1, and above 0")
 
 
 def _distinct(lines: Sequence[Line], given: RewardFunctionSpec | None) -> list[RewardFunctionSpec]:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Let ``write`` fill a temporary neighbour of ``path``, sync it to disk, then rename it into place."""
+    """Let ``write`` fill a temporary neighbour of ``path``, sync it to disk, then rename it into place.
+
+    OSError where ``path`` is no file: a folder, or a device, which a rename would replace.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EISDIR if path.is_dir() else errno.EINVAL, "no file can be written there", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp{os.getpid()}")
     try:

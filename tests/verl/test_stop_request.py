@@ -27,6 +27,7 @@ from verl.trainer.ppo.stop_request import StopRequest
 if sys.argv[1] == "child":
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 request = StopRequest()
+request.has_steps = sys.argv[2:] != ["early"]
 with request.listen():
     print("listening", flush=True)
     while not request.is_made:
@@ -80,6 +81,16 @@ def test_the_second_signal_ends_at_once(kind: str) -> None:
         assert process.stdout.readline() == "asked\n"
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=30) == 128 + signal.SIGINT
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_before_the_first_step_one_signal_is_enough(number: signal.Signals) -> None:
+    command = [sys.executable, "-c", LISTENER, "shell", "early"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "listening\n"
+        process.send_signal(number)
+        assert process.wait(timeout=30) == 128 + number
 
 
 def test_the_end_of_the_launcher_is_no_request() -> None:

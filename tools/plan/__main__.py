@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(width=max(Console().width, 150))
     try:
         return _plan(options, console)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         console.print(f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
         return BAD_INPUT
     except KeyboardInterrupt:
@@ -99,16 +99,23 @@ def _planned(
     return DOES_NOT_FIT if plan.problems else FITS
 
 
+def _count(text: str) -> int:
+    """A whole number from 1 on; ValueError, which argparse words, for any other text."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1")
+    return number
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tools.plan", description=__doc__)
     add = parser.add_argument
     add("config", help=f"a recipe's config: {', '.join(known_configs())}; or a YAML file's path")
     add("overrides", nargs="*", metavar="key=value", help="changes of the config, with verl's names")
     add("--device", help=f"{', '.join(known_devices())}, or a profile's path; default a3, for a tiny config cpu")
-    add("--nodes", type=int, help="nodes instead of the config's; with the device's own node size")
+    add("--nodes", type=_count, help="nodes instead of the config's; with the device's own node size")
     add("--model", help=f"{', '.join(known_models())}, or a folder with a config.json")
-    add("--prompt-length", type=int, help="tokens of every prompt (default: the longest allowed)")
-    add("--response-length", type=int, help="tokens of every response (default: the longest allowed)")
+    add("--prompt-length", type=_count, help="tokens of every prompt (default: the longest allowed)")
+    add("--response-length", type=_count, help="tokens of every response (default: the longest allowed)")
     add("--mean-prompt-length", type=float, help="for the time (default: a quarter of the limit)")
     add("--mean-response-length", type=float, help="for the time (default: half of the limit)")
     load = (
@@ -118,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--load", default=BALANCED, metavar="balanced|worst|NUMBER|FILE", help=load)
     add("--sensitivity", action="store_true", help="what other nodes, lengths and loads would do")
     fastest = "the N fastest layouts of these devices that fit (3)"
-    add("--search", type=int, nargs="?", const=3, metavar="N", help=fastest)
+    add("--search", type=_count, nargs="?", const=3, metavar="N", help=fastest)
     add("--why-not", dest="changes", nargs="+", metavar="key=value", help="what stops the run with these changes")
     add("--brief", action="store_true", help="one line instead of the tables")
     add("--page", type=Path, metavar="plan.html", help="write the plan there as a page with figures")

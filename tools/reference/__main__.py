@@ -22,7 +22,7 @@ def problems(page: Path = PAGE) -> list[str]:
         for item in section.parameters
         if not item.meaning
     ]
-    written = page.read_text(encoding="utf-8") if page.is_file() else ""
+    written = page.read_text(encoding="utf-8", errors="replace") if page.is_file() else ""
     if written != render():
         found.append(f"{page} is not what the config says: {COMMAND} --write")
     return found
@@ -37,7 +37,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--page", type=Path, default=PAGE, help="default: docs/parameters.md")
     arguments = parser.parse_args(argv)
     if arguments.write:
-        write_text_atomically(arguments.page, render())
+        try:
+            write_text_atomically(arguments.page, render())
+        except OSError as error:
+            parser.error(f"--page: {error}")
     found = problems(arguments.page)
     for problem in found:
         print(problem, file=sys.stderr)

@@ -65,7 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_BAD_INPUT
     for warning in config_warnings(config):
         logger.warning(warning)
-    return 0 if args.check else run_ppo(config)
+    try:
+        return 0 if args.check else run_ppo(config)
+    except KeyboardInterrupt:
+        logger.warning("stopped; %s", how_to_continue(config.trainer.default_local_dir))
+        return EXIT_INTERRUPTED
 
 
 def _resolve(composed: DictConfig) -> tuple[PPOTrainerConfig, list[WithoutEffect], list[str]]:

@@ -92,7 +92,7 @@ class NodeRun:
             return False
         self.stop_signal, self.stop_asked_at = number, now
         if is_running and self.driver is not None:
-            self.driver.send_signal(signal.SIGINT)
+            self.driver.send_signal(signal.SIGTERM)  # also where Python loads modules, which may swallow an interrupt
         self.print(
             f"{number.name}: waiting at most {trainer.interrupt_grace_s:g} s (trainer.interrupt_grace_s) for "
             f"{'the step and its checkpoint' if is_running else 'the head'}; once more ends everything at once",
@@ -208,7 +208,7 @@ class NodeRun:
         pid, status, log = self._run_command(stage, {**environment, LOG_DIR: str(self.log_dir)}, self._set_driver)
         if status == 0:
             return
-        if status == EXIT_INTERRUPTED:
+        if status == EXIT_INTERRUPTED or (self.stop_signal and status not in (EXIT_DISK_FULL, EXIT_WORKER_DIED)):
             raise Stopped(self.stop_signal or signal.SIGINT)
         if status == EXIT_DISK_FULL or has_full_disk(written_folders(self.job.config)):
             raise RunFailed(self._disk_full_line())

@@ -244,6 +244,7 @@ class RayPPOTrainer:
             observer.cut_back(first_logged_step)
         if self.global_step == 0 and trainer.tests_first:
             self.tracking.log(self.validator.run(0, self.timeline.phase_seconds()), step=0)
+        self.stop_request.has_steps = True
         while self.global_step < self.total_training_steps:
             self._stop_if_asked(self.global_step)
             self.global_step += 1

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM during training: the first asks for a stop at the next step boundary, the second ends at once."""
+"""Ctrl-C and SIGTERM: during training the first asks for a stop at the next step boundary, the second ends at once."""
 
 from __future__ import annotations
 
@@ -25,10 +25,15 @@ class TrainingInterruptedError(RuntimeError):
 
 
 class StopRequest:
-    """Whether somebody asked for a stop; ``listen`` is the time in which signals ask for it."""
+    """Whether somebody asked for a stop; ``listen`` is the time in which signals ask for it.
+
+    Attributes:
+        is_made: the next step boundary is the last one.
+        has_steps: training steps have begun; before that there is nothing to save, and the first signal ends at once.
+    """
 
     def __init__(self) -> None:
-        self.is_made = False
+        self.is_made = self.has_steps = False
         self._parent = os.getppid() if _dies_with_parent() else None
 
     @contextmanager
@@ -43,13 +48,10 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         is_orphan = self._parent is not None and os.getppid() != self._parent
-        if self.is_made or is_orphan:
+        is_second, self.is_made = self.is_made, True
+        if is_second or is_orphan or not self.has_steps:
             raise SystemExit(128 + number)
-        self.is_made = True
-        logger.warning(
-            "%s: this step is finished and saved, then training stops; once more ends it at once",
-            signal.Signals(number).name,
-        )
+        logger.warning("asked to stop: this step is finished and saved; once more ends training at once")
 
 
 def _dies_with_parent() -> bool:
