@@ -103,8 +103,10 @@ def run_trainer(
         trainer.observers += observers
         trainer.fit()
     finally:
-        trainer.shutdown()
-        reward_fn.close()
+        try:
+            trainer.shutdown()
+        finally:
+            reward_fn.close()
     return trainer
 
 

@@ -2,135 +2,40 @@
 
 from __future__ import annotations
 
-import argparse
+import os
+import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
+from contextlib import suppress
+from types import FrameType
 
 from rich.console import Console
-from rich.status import Status
-
-from tools.plan.devices import DeviceProfile, known_devices, load_device
-from tools.plan.setup import (
-    BALANCED,
-    TINY,
-    TINY_DEVICE,
-    PlannedRun,
-    expert_load,
-    known_configs,
-    known_models,
-    planned_run,
-)
-from tools.plan.timing import RunShape, load_constants, predict, sensitivity
-from tools.plan.timing.run_shape import default_lengths
-from verl.trainer.config import validate_config
 
 FITS, DOES_NOT_FIT, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 the run fits, 1 it does not, 2 there is nothing to plan, 130 interrupted."""
-    options = _parser().parse_intermixed_args(argv)
-    console = Console(width=max(Console().width, 150))
-    try:
-        return _plan(options, console)
-    except (ValueError, OSError) as error:
-        console.print(f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
-        return BAD_INPUT
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    console = Console(stderr=True)
+    if not console.is_terminal and not {"--brief", "--help", "-h"} & {*arguments}:
+        console.print("planning ...")
 
+    def end_at_once(number: int, frame: FrameType | None) -> None:
+        console.show_cursor(True)
+        os._exit(INTERRUPTED)
 
-def _plan(options: argparse.Namespace, console: Console) -> int:
-    device = load_device(options.device or (TINY_DEVICE if options.config.endswith(TINY) else "a3"))
-    run = planned_run(options.config, options.overrides, device, nodes=options.nodes, model=options.model)
-    # What has been read can be planned: now comes what imports torch and the workers, which takes seconds.
-    # On a terminal something moves from the first second on; a pipe gets the plan alone.
-    progress = Console(stderr=True).status(f"planning {options.config}")
-    progress.start()
+    # Loading torch and the workers takes seconds: something moves on a terminal from the first one on, and Ctrl-C is
+    # heard, which modules swallow while they are loaded. Once there are processes to end, it is an exception again.
+    before = signal.signal(signal.SIGINT, end_at_once)
     try:
-        return _planned(options, run, device, console, progress)
+        with suppress(KeyboardInterrupt), console.status("planning") as progress:
+            from tools.plan.command import run
+
+            return run(arguments, progress)
     finally:
-        progress.stop()
-
-
-def _planned(
-    options: argparse.Namespace, run: PlannedRun, device: DeviceProfile, console: Console, progress: Status
-) -> int:
-    from tools.plan.console import print_brief, print_plain, print_plan, print_table
-    from tools.plan.page import write_page
-    from tools.plan.report import write_json
-    from tools.plan.search.explain import explain
-    from tools.plan.search.show import search
-    from tools.plan.tables import variation_table
-    from tools.plan.training import StepSize
-    from tools.plan.whole import WholePlan, plan_run
-
-    data = run.config.data
-    size = StepSize(
-        options.prompt_length or data.max_prompt_length,
-        options.response_length or data.max_response_length,
-        expert_load(options.load, run.config.actor_rollout_ref.actor.megatron.expert_model_parallel_size),
-    )
-    lengths = default_lengths(run.config)  # means are timed, while memory is planned for the longest rows
-    if options.mean_prompt_length is not None:
-        lengths = replace(lengths, prompt_mean=options.mean_prompt_length)
-    if options.mean_response_length is not None:
-        lengths = replace(lengths, response_mean=options.mean_response_length)
-    constants = load_constants()
-    shape = RunShape.of(run.config, run.hf, lengths, run.name)
-    if options.changes:
-        progress.stop()
-        return FITS if explain(run, options.changes, shape, size, constants, console) else DOES_NOT_FIT
-    problems = validate_config(run.config)
-    plan = WholePlan(run, size, (), 0, tuple(problems)) if problems else plan_run(run, size)
-    step = predict(shape, device, constants)
-    progress.stop()
-    if options.search:
-        return FITS if search(plan, shape, constants, options.search, console) else DOES_NOT_FIT
-    (print_brief if options.brief else print_plan)(plan, step, console)
-    if options.sensitivity:
-        print_table(variation_table(sensitivity(shape, device, constants)), console)
-    for write, path in ((write_json, options.output), (write_page, options.page)):
-        if path is not None:
-            write(plan, step, path)
-            print_plain(console, f"written: {path}")
-    return DOES_NOT_FIT if plan.problems else FITS
-
-
-def _count(text: str) -> int:
-    """A whole number from 1 on; ValueError, which argparse words, for any other text."""
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
-    return number
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tools.plan", description=__doc__)
-    add = parser.add_argument
-    add("config", help=f"a recipe's config: {', '.join(known_configs())}; or a YAML file's path")
-    add("overrides", nargs="*", metavar="key=value", help="changes of the config, with verl's names")
-    add("--device", help=f"{', '.join(known_devices())}, or a profile's path; default a3, for a tiny config cpu")
-    add("--nodes", type=_count, help="nodes instead of the config's; with the device's own node size")
-    add("--model", help=f"{', '.join(known_models())}, or a folder with a config.json")
-    add("--prompt-length", type=_count, help="tokens of every prompt (default: the longest allowed)")
-    add("--response-length", type=_count, help="tokens of every response (default: the longest allowed)")
-    add("--mean-prompt-length", type=float, help="for the time (default: a quarter of the limit)")
-    add("--mean-response-length", type=float, help="for the time (default: half of the limit)")
-    load = (
-        "rows of a rank's experts over the mean of the ranks that share them: a number (1 is balanced, as many as "
-        "there are ranks the worst), or a run's metrics.jsonl, whose largest actor/expert_load_max it then is"
-    )
-    add("--load", default=BALANCED, metavar="balanced|worst|NUMBER|FILE", help=load)
-    add("--sensitivity", action="store_true", help="what other nodes, lengths and loads would do")
-    fastest = "the N fastest layouts of these devices that fit (3)"
-    add("--search", type=_count, nargs="?", const=3, metavar="N", help=fastest)
-    add("--why-not", dest="changes", nargs="+", metavar="key=value", help="what stops the run with these changes")
-    add("--brief", action="store_true", help="one line instead of the tables")
-    add("--page", type=Path, metavar="plan.html", help="write the plan there as a page with figures")
-    add("--output", type=Path, metavar="plan.json", help="write the plan to this file")
-    return parser
+        signal.signal(signal.SIGINT, before)
+    return INTERRUPTED
 
 
 if __name__ == "__main__":
