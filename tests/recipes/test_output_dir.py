@@ -6,6 +6,9 @@ import os
 import time
 from pathlib import Path
 
+import pytest
+
+from recipes.common.atomic_files import write_text_atomically
 from recipes.common.launcher import output_dir
 
 
@@ -80,3 +83,13 @@ def test_the_next_attempt_keeps_what_a_killed_launcher_left(tmp_path: Path) -> N
     assert not (logs / "attempt_1" / "ray_10.0.0.1").is_symlink() and (logs / "attempt_1" / "rank_0.out").is_file()
     assert (logs / "attempt_1" / "ray_10.0.0.2").is_symlink(), "that is the other node's to keep"
     assert not os.path.lexists(logs / "attempt_2" / "ray_10.0.0.1")
+
+
+def test_a_file_never_replaces_a_folder_or_a_device(tmp_path: Path) -> None:
+    """``--output /dev/stdout`` of a command must not make a file of the device."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "device").symlink_to("/dev/null")
+    for name in ("folder", "device"):
+        with pytest.raises(OSError, match="no file can be written there"):
+            write_text_atomically(tmp_path / name, "text")
+    assert Path("/dev/null").is_char_device() and (tmp_path / "device").is_symlink()

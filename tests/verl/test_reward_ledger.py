@@ -164,7 +164,17 @@ def test_another_grader_shows_what_it_changes(ledger: Path, tmp_path: Path, caps
 def test_bad_input_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "broken.jsonl").write_text("{\n")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "list.jsonl").write_text("[1]\n")
+    (tmp_path / "old.jsonl").write_text('{"uid": "1-0", "data_source": "a", "response": "x", "score": "high"}\n')
+    (tmp_path / "binary.jsonl").write_bytes(bytes(range(128, 256)))
+    ledger = tmp_path / "list.jsonl"
     for arguments, message in (
+        ([tmp_path / "list.jsonl"], "list.jsonl:1 has no data_source, response, "),
+        ([tmp_path / "old.jsonl"], "old.jsonl:1 has no ground_truth, status, extra_info, grader, parts, score;"),
+        ([tmp_path / "binary.jsonl"], "binary.jsonl:1 is not JSON"),
+        ([ledger, "--kwargs", "{"], "--kwargs { is not JSON"),
+        ([ledger, "--kwargs", "[]"], "--kwargs []: expected an object"),
+        ([ledger, "--workers", "0"], "--workers 0 --timeout 10: expected at least 1, and above 0"),
         ([tmp_path / "absent.jsonl"], "is no ledger"),
         ([tmp_path / "empty"], "is no ledger"),
         ([tmp_path / "broken.jsonl"], "broken.jsonl:1 is not JSON"),

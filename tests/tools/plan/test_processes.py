@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -85,3 +86,34 @@ def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
     assert plan.returncode == 130, output
     _, alive = psutil.wait_procs(children, timeout=10)
     assert not alive
+
+
+def test_the_first_second(tmp_path: Path) -> None:
+    """On a terminal something moves before torch is loaded, and Ctrl-C is heard; a pipe gets a line about it."""
+    terminal, end = pty.openpty()
+    command = [sys.executable, "-m", "tools.plan", "r1_ascend_671b_256die"]
+    with subprocess.Popen(command, cwd=ROOT, stdin=end, stdout=end, stderr=end, start_new_session=True) as plan:
+        os.close(end)
+        shown = b""
+        while b"planning" not in shown:
+            shown += os.read(terminal, 4096)
+        maps = Path(f"/proc/{plan.pid}/maps").read_text()
+        assert "libtorch" not in maps
+        os.killpg(plan.pid, signal.SIGINT)
+        assert plan.wait(timeout=60) == 130
+    os.close(terminal)
+    piped = in_plain_shell("-m", "tools.plan", "absent")
+    assert piped.communicate(timeout=60)[0].startswith("planning ...\nerror: there is no config 'absent'")
+
+
+def test_a_wrong_value_is_one_sentence(tmp_path: Path) -> None:
+    """Damaged and impossible files, and counts that are none."""
+    (tmp_path / "device.toml").write_bytes(bytes(range(128, 256)))
+    for arguments, message in (
+        (["--device", str(tmp_path / "device.toml")], "device.toml is not TOML"),
+        (["--nodes", "0"], "argument --nodes: 0 is below 1"),
+        (["--prompt-length", "-5"], "argument --prompt-length: -5 is below 1"),
+    ):
+        plan = in_plain_shell("-m", "tools.plan", "r1_zero_tiny", *arguments)
+        output, _ = plan.communicate(timeout=60)
+        assert plan.returncode == 2 and message in output and "Traceback" not in output
