@@ -15,8 +15,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     # A shell starts what it does not wait for with SIGINT ignored. Loading the rest takes seconds: listen before that.
     signal.signal(signal.SIGINT, _interrupt)
     try:
-        from recipes.common.launcher.command import launch
-
+        try:
+            from recipes.common.launcher.command import launch
+        except ModuleNotFoundError as error:
+            need = "it needs what requirements/ lists; bash tools/setup_env.sh makes such an environment (VENV_DIR)"
+            print(f"error: {sys.executable} has no module {error.name}: {need}\nNothing was started.", flush=True)
+            return BAD_INPUT
         return launch(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:
         print("error: stopped by SIGINT\nNothing was started.", flush=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 
 import pytest
 
+from tests.system.command import Command
 from tests.system.jobs import Job, Prepared, assert_same_result
 
 SEEN_S = 300.0
@@ -35,3 +37,23 @@ def test_an_interrupted_command_saves_its_step_and_goes_on(
         assert last == f"run the same command again to continue from {kept}, which is kept"
     job.finish()
     assert_same_result(job, uninterrupted)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_before_anything_starts_one_signal_is_enough(
+    prepared: Prepared, tmp_path: Path, number: signal.Signals
+) -> None:
+    """While the launcher still loads modules and checks; the shell has started it with SIGINT ignored."""
+    environment = prepared.environment(tmp_path / "run")
+    with Command(tmp_path / "output.log", environment) as command:
+        script = command.wait_for(lambda: command.find("recipes.common.launch"), "launcher", SEEN_S)
+        command.wait_for(lambda: _hears_interrupts(script.pid), "launcher that loads", SEEN_S)
+        script.send_signal(number)
+        assert command.wait(SEEN_S) == 128 + number
+        assert "Traceback" not in command.text() and command.left_behind() == []
+    assert not (tmp_path / "run").exists()
+
+
+def _hears_interrupts(pid: int) -> bool:
+    caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return caught is not None and bool(int(caught[1], 16) & 1 << (signal.SIGINT - 1))
