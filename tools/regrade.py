@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from recipes.common.data_scripts import text_lines
 from verl.utils.reward_score.functions import RewardFunctionSpec, load_reward_function
 from verl.utils.reward_score.scoring_pool import ScoringJob, ScoringPool, ScoringResult
 
@@ -71,9 +72,8 @@ def read_ledgers(paths: Sequence[Path]) -> Iterator[Line]:
         if not files or not all(file.is_file() for file in files):
             raise ValueError(f"{path} is no ledger; expected a .jsonl file or a folder of them")
         for file in files:
-            with file.open(encoding="utf-8", errors="replace") as texts:  # what is no text is no JSON either
-                for number, text in enumerate(texts, start=1):
-                    yield _parsed(f"{file.name}:{number}", text)
+            for number, text in enumerate(text_lines(file), start=1):
+                yield _parsed(f"{file.name}:{number}", text)
 
 
 def regrade(

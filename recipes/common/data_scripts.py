@@ -64,6 +64,14 @@ def usable_rows(rows: Iterable[tuple[str, dict[str, Any] | str]], where: object)
     return usable
 
 
+def text_lines(file: Path) -> list[str]:
+    """The lines of a UTF-8 file, cut at line feeds alone; ValueError when it is none."""
+    try:
+        return file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not a UTF-8 text: {error}") from error
+
+
 def write_parquet(
     rows: list[dict[str, Any]], path: Path, columns: Sequence[str] = (), extra_texts: Sequence[str] = ()
 ) -> None:

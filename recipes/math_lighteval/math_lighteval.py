@@ -63,12 +63,11 @@ def _is_output(path: Path) -> bool:
 def source_rows(file: Path) -> Iterator[Any]:
     """Every row of a file; ValueError when it is no parquet or JSON lines file, or lacks a column."""
     if file.suffix == ".jsonl":
-        with file.open(encoding="utf-8") as lines:
-            for position, line in enumerate(line for line in lines if line.strip()):
-                try:
-                    yield json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise ValueError(f"{file}: row {position} is no JSON object ({error})") from error
+        for position, line in enumerate(line for line in data_scripts.text_lines(file) if line.strip()):
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{file}: row {position} is no JSON object ({error})") from error
         return
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -20,8 +20,7 @@ FORM_VERSION = 1  # raise when the rows would come out differently from the same
 
 def read_lines(file: Path, input_key: str, label_key: str, source: str) -> list[dict[str, Any]]:
     """Rows in verl's schema; ValueError that names file and line of every one that cannot be used."""
-    with file.open(encoding="utf-8") as text:
-        lines = [(number, line) for number, line in enumerate(text, start=1) if line.strip()]
+    lines = [(number, line) for number, line in enumerate(data_scripts.text_lines(file), start=1) if line.strip()]
     rows = (
         (f"{file}: line {number}", _converted_row(line, input_key, label_key, source, index))
         for index, (number, line) in enumerate(lines)

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from recipes.common import arithmetic
+from recipes.common.data_scripts import text_lines
 from recipes.r1_zero.json_to_parquet import SYSTEM_TEMPLATE, convert, main, same_side_key
 
 REAL_DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "deepscaler_math_aime.json"
@@ -181,3 +182,12 @@ def test_real_file_every_row_accounted_for(tmp_path: Path) -> None:
     assert [e["index"] for e in report.skipped if e["reason"] == "answer is null"] == [1861, 1984]
     train, test = texts(tmp_path / "train.parquet"), texts(tmp_path / "test.parquet")
     assert not {" ".join(t.split()) for t in train} & {" ".join(t.split()) for t in test}
+
+
+def test_lines_of_a_file(tmp_path: Path) -> None:
+    """JSON may hold other separators of lines as they are; bytes that are no text are no rows."""
+    (tmp_path / "lines.jsonl").write_text('{"a": "\u2028\x85"}\n{}\n', encoding="utf-8")
+    assert text_lines(tmp_path / "lines.jsonl") == ['{"a": "\u2028\x85"}', "{}"]
+    (tmp_path / "binary.jsonl").write_bytes(bytes(range(128, 256)))
+    with pytest.raises(ValueError, match=r"binary.jsonl is not a UTF-8 text"):
+        text_lines(tmp_path / "binary.jsonl")

@@ -171,7 +171,7 @@ def test_bad_input_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
     for arguments, message in (
         ([tmp_path / "list.jsonl"], "list.jsonl:1 has no data_source, response, "),
         ([tmp_path / "old.jsonl"], "old.jsonl:1 has no ground_truth, status, extra_info, grader, parts, score;"),
-        ([tmp_path / "binary.jsonl"], "binary.jsonl:1 is not JSON"),
+        ([tmp_path / "binary.jsonl"], "binary.jsonl is not a UTF-8 text"),
         ([ledger, "--kwargs", "{"], "--kwargs { is not JSON"),
         ([ledger, "--kwargs", "[]"], "--kwargs []: expected an object"),
         ([ledger, "--workers", "0"], "--workers 0 --timeout 10: expected at least 1, and above 0"),

@@ -29,6 +29,8 @@ def main() -> None:
     add("--socket-ifname", default=interface, help="interface to use (default: SOCKET_IFNAME)")
     add("--die", action="store_true", help="check the dies themselves instead: ops, a captured layer, exchanges")
     args = parser.parse_args()
+    if wrong := [port for port in args.ports if not 1024 <= port <= 65535]:
+        parser.error(f"argument --ports: {wrong[0]} is no port from 1024 to 65535")
     if args.die:
         from tools.doctor import die  # torch and both engines, which the other findings do without
 

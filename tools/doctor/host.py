@@ -59,8 +59,9 @@ def disk(output_dir: Path, needs: JobNeeds) -> Iterator[Finding]:
     folder = output_dir.absolute()
     while not folder.exists():
         folder = folder.parent
-    if not os.access(folder, os.W_OK):
-        yield Finding("disk", f"{folder} is not writable", "name another place with OUTPUT_DIR", is_fatal=True)
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        what = "writable" if folder.is_dir() else "a folder"
+        yield Finding("disk", f"{folder} is not {what}", "name another place with OUTPUT_DIR", is_fatal=True)
         return
     free = shutil.disk_usage(folder).free
     is_small = free < needs.disk_gib * GIB
