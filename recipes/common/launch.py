@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
-BAD_INPUT = 2
+from recipes.common.exit_status import BAD_INPUT
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,7 +11,7 @@ from types import FrameType
 
 from rich.console import Console
 
-FITS, DOES_NOT_FIT, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+from tools.plan.exit_status import INTERRUPTED
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,9 +11,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.status import Status
 
-from tools.plan import __main__ as entry
-from tools.plan.__main__ import BAD_INPUT, DOES_NOT_FIT, FITS
 from tools.plan.devices import DeviceProfile, known_devices, load_device
+from tools.plan.exit_status import BAD_INPUT, DOES_NOT_FIT, FITS
 from tools.plan.setup import (
     BALANCED,
     TINY,
@@ -27,6 +26,8 @@ from tools.plan.setup import (
 from tools.plan.timing import RunShape, load_constants, predict, sensitivity
 from tools.plan.timing.run_shape import default_lengths
 from verl.trainer.config import validate_config
+
+DESCRIPTION = "Plan a run: whether it fits, whether its ranks' calls match, and how long a step takes."
 
 
 def run(arguments: Sequence[str], progress: Status) -> int:
@@ -100,7 +101,7 @@ def _count(text: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tools.plan", description=entry.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.plan", description=DESCRIPTION)
     add = parser.add_argument
     add("config", help=f"a recipe's config: {', '.join(known_configs())}; or a YAML file's path")
     add("overrides", nargs="*", metavar="key=value", help="changes of the config, with verl's names")

@@ -13,7 +13,7 @@ from types import FrameType
 from rich.console import Console
 from rich.table import Table
 
-from recipes.common.launch import BAD_INPUT
+from recipes.common.exit_status import BAD_INPUT
 from recipes.common.launcher import checks, hostfile, network
 from recipes.common.launcher.first_plan import first_plan
 from recipes.common.launcher.job import Job, resolve_config

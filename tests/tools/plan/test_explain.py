@@ -12,8 +12,9 @@ import pytest
 
 from recipes.common.base_model import HF_CONFIG
 from recipes.common.launcher.first_plan import cpu_profile
-from tools.plan.__main__ import BAD_INPUT, DOES_NOT_FIT, FITS, main
+from tools.plan.__main__ import main
 from tools.plan.devices import GIB
+from tools.plan.exit_status import BAD_INPUT, DOES_NOT_FIT, FITS
 from tools.plan.figures import size_text
 
 ENGINE = "actor_rollout_ref.actor.megatron"

@@ -29,7 +29,7 @@ class StopRequest:
 
     Attributes:
         is_made: the next step boundary is the last one.
-        has_steps: training steps have begun; before that there is nothing to save, and the first signal ends at once.
+        has_steps: training steps have started; before that there is nothing to save, and the first signal ends at once.
     """
 
     def __init__(self) -> None:
