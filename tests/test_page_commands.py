@@ -88,7 +88,10 @@ HELD = {
         "tests/system/test_page_runs.py"
     ),
     r"python -m mindspeed_llm\.convert_ckpt.*": "tests/mindspeed_llm/test_conversion.py",
-    r"python -m vllm\.entrypoints\.openai\.api_server .*": "tests/system/test_six_commands.py",
+    r"vllm serve outputs/r1_zero/export_hf .*": "tests/system/test_six_commands.py",
+    r"vllm serve.*": "tests/vllm/test_serve_command.py",
+    r"python -m vllm\.entrypoints\.openai\.api_server.*": "tests/vllm/test_serve_command.py",
+    r"lm_eval .*": "tests/vllm/test_lm_eval.py",
     "curl .*": "tests/system/test_six_commands.py",
     r"python -c .*": "tests/verl/test_rewards_page.py",
 }  # fmt: skip
@@ -116,7 +119,7 @@ def _is_any_command(line: str) -> bool:
     """Also of programs that are not here, and of other environments."""
     program = _program(line)
     return (
-        program in (*PROGRAMS, "docker", "pip", "sbatch", "srun", "git", "ray", "vllm", "python3.11")
+        program in (*PROGRAMS, "docker", "pip", "sbatch", "srun", "git", "ray", "lm_eval", "python3.11")
         or "bin/" in program
     )
 
