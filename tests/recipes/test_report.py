@@ -210,8 +210,10 @@ def test_nothing_to_report_on_is_an_error(tmp_path: Path, capsys: pytest.Capture
     assert "no metrics.jsonl" in capsys.readouterr().out
     (tmp_path / "metrics.jsonl").write_text("")
     assert main(["--run-dir", str(tmp_path)]) == 2
-    (tmp_path / "metrics.jsonl").write_text("x\n{}\n")
-    assert main(["--run-dir", str(tmp_path)]) == 2
+    for damaged in (b"x\n{}\n", b'{"step": 1, "critic/score/mean": "high"}\n', b"[1]\n", b"\xff\n"):
+        (tmp_path / "metrics.jsonl").write_bytes(damaged)
+        assert main(["--run-dir", str(tmp_path)]) == 2
+        assert "metrics.jsonl" in capsys.readouterr().out.replace("\n", "")
 
 
 def test_ids_of_the_figures_do_not_collide(tmp_path: Path) -> None:

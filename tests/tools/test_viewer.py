@@ -188,12 +188,15 @@ def test_bad_input_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
     _write(tmp_path / "broken", 3, [{"step": 3}])
     _write(tmp_path / "cut", 3, [])
     (tmp_path / "cut" / "samples" / "step_3.jsonl").write_text("{")
+    _write(tmp_path / "bytes", 3, [])
+    (tmp_path / "bytes" / "samples" / "step_3.jsonl").write_bytes(b"\xff")
     for arguments, message in (
         ([tmp_path / "absent"], "absent/samples has no step_N.jsonl: give a run's OUTPUT_DIR"),
         ([tmp_path / "run", "--steps", "3,7"], "--steps: 7 is not recorded; "),
         ([tmp_path / "run", "--max-samples", "0"], "--max-samples 0: it must be at least 1"),
         ([tmp_path / "broken"], "step_3.jsonl:1 is no record of a sample; it lacks ['advantage'"),
         ([tmp_path / "cut"], "step_3.jsonl:1 is not JSON"),
+        ([tmp_path / "bytes"], "step_3.jsonl is not a UTF-8 text"),
     ):
         assert main([str(argument) for argument in arguments]) == EXIT_BAD_INPUT
         assert message in capsys.readouterr().err

@@ -40,6 +40,9 @@ def read_run(run_dir: Path) -> RunData:
     metrics = read_jsonl(path)
     if not metrics:
         raise ValueError(f"{path}: no step is logged yet; run the report after the first step")
+    for number, row in enumerate(metrics, start=1):
+        if not isinstance(row, dict) or "step" not in row or not all(isinstance(v, int | float) for v in row.values()):
+            raise ValueError(f"{path}, line {number} is no step's metrics: expected numbers by name, step among them")
     files = step_files(run_dir / "val_generations")
     generations = {step: read_jsonl(file) for step, file in files.items()}
     report = run_dir / "data" / "data_report.json"
@@ -55,11 +58,14 @@ def step_files(folder: Path) -> dict[int, Path]:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The records of a file, none when it is not there; ValueError names a line that is not JSON.
+    """The records of a file, none when it is not there; ValueError names a file or line that is not JSON.
 
     A crash in the middle of a write leaves half a last line, which is left out.
     """
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a UTF-8 text: {error}") from error
     found = []
     for number, line in enumerate(lines, start=1):
         try:
