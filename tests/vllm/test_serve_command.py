@@ -176,6 +176,10 @@ def test_sampling_that_a_request_leaves_out_is_the_models(checkpoint: str, tmp_p
     model = Path(shutil.copytree(checkpoint, tmp_path / "model"))
     (model / "generation_config.json").write_text('{"temperature": 0, "max_new_tokens": 5, "eos_token_id": 1}')
     llm = LLM(str(model), num_gpu_blocks_override=200)
+    default = llm.get_default_sampling_params()
+    assert (default.temperature, default.max_tokens) == (0.0, 5)
+    [left_out], [given] = llm.generate("abc"), llm.generate("abc", default)
+    assert left_out.outputs[0].token_ids == given.outputs[0].token_ids
 
     def texts(requests: list[dict[str, Any]], **args: Any) -> list[str]:
         with (

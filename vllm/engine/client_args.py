@@ -52,8 +52,6 @@ CLIENT_ARGS: dict[str, ClientArg] = {
     "hf_overrides": ClientArg(None, "edit config.json in the model's directory", ({},)),
     "task": ClientArg("auto", "the engine generates", ("generate",)),
     "runner": ClientArg("auto", "the engine generates", ("generate",)),
-    "generation_config": ClientArg("auto", "defaults of sampling are SamplingParams'", ("vllm",)),
-    "override_generation_config": ClientArg(None, "give sampling_params to each call", ({},)),
     "additional_config": ClientArg(None, "Ascend's graphs and streams are arguments of the engine of their own", ({},)),
     "kv_transfer_config": ClientArg(None, "prefill and decode run in the same engine"),
     "scheduling_policy": ClientArg("fcfs", "a lower priority always runs first", ("priority",)),

@@ -17,6 +17,7 @@ from vllm.distributed.parallel_state import init_model_parallel
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.client_args import take_client_args
 from vllm.entrypoints.chat_utils import Message, conversation_prompt
+from vllm.entrypoints.sampling_defaults import sampling_defaults
 from vllm.inputs import PromptType, TokensPrompt
 from vllm.model_executor.model_loader.digest import WeightDigest
 from vllm.model_executor.model_loader.rank_shards import RankShards, engine_shards
@@ -52,6 +53,9 @@ class LLM:
         rollout_ops: an op table, or its provider "module:function"; None: the platform's.
         device: a platform or its name; None: what this machine has.
         first_rank: the first torch.distributed rank that has an engine; the layout counts from it.
+        generation_config: where calls without SamplingParams have theirs from: "auto" (the model's
+            generation_config.json), "vllm" (no file) or a directory.
+        override_generation_config: values that count before those of the file.
         tensor_parallel_size, ...: the other fields of `EngineArgs`. Further arguments of vLLM's that mean nothing here
             are listed once in the log, or refused by the feature that is missing (`vllm.engine.client_args`).
     """
@@ -63,6 +67,8 @@ class LLM:
         rollout_ops: str | RolloutOps | None = None,
         device: str | Platform | None = None,
         first_rank: int = 0,
+        generation_config: str = "auto",
+        override_generation_config: Mapping[str, Any] | None = None,
         **engine_args: Any,
     ) -> None:
         kept, notes = take_client_args(engine_args)
@@ -93,6 +99,7 @@ class LLM:
         self.core = EngineCore(self.config, self.parallel, platform, ops, platform.device(_local_rank(rank, platform)))
         self.engine = LLMEngine(self.config, self.core, self._tokenizer)
         self._request_counter = itertools.count()
+        self._defaults = sampling_defaults(model, generation_config, override_generation_config)
 
     def generate(
         self,
@@ -121,7 +128,7 @@ class LLM:
             raise ValueError("lora_request: LoRA adapters are not supported; merge the adapter into the weights first")
         prompt_list = [prompts] if isinstance(prompts, (str, dict, RequestOutput)) else list(prompts)
         count = len(prompt_list)
-        params = sampling_params if sampling_params is not None else SamplingParams()
+        params = sampling_params if sampling_params is not None else self.get_default_sampling_params()
         param_list = [params] * count if isinstance(params, SamplingParams) else list(params)
         priorities = [0] * count if priority is None else list(priority)
         for name, values in (("sampling_params", param_list), ("priority", priorities)):
@@ -168,6 +175,10 @@ class LLM:
             # The template writes the special tokens itself.
             prompts.append(TokensPrompt(prompt_token_ids=tokenizer.encode(text, add_special_tokens=False)))
         return self.generate(prompts, sampling_params, use_tqdm)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The parameters of calls that are given none."""
+        return self._defaults.sampling_params()
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, as loading weights does too; RuntimeError while requests run."""

@@ -37,10 +37,10 @@ from vllm.entrypoints.openai.protocol import (
     TokenizeResponse,
 )
 from vllm.entrypoints.openai.request_log import RequestLog
-from vllm.entrypoints.openai.sampling_defaults import sampling_defaults
 from vllm.entrypoints.openai.serving_chat import OpenAIServingChat
 from vllm.entrypoints.openai.serving_completion import OpenAIServingCompletion
 from vllm.entrypoints.openai.serving_tokenization import OpenAIServingTokenization
+from vllm.entrypoints.sampling_defaults import sampling_defaults
 from vllm.v1.engine.async_llm import AsyncLLM
 
 logger = logging.getLogger(__name__)

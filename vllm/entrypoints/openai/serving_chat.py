@@ -33,7 +33,6 @@ from vllm.entrypoints.openai.protocol import (
     TokenLogprob,
     UsageInfo,
 )
-from vllm.entrypoints.openai.sampling_defaults import SamplingDefaults
 from vllm.entrypoints.openai.serving_engine import (
     AnswerBuilder,
     OpenAIServing,
@@ -41,6 +40,7 @@ from vllm.entrypoints.openai.serving_engine import (
     prompt_logprobs,
     unless_client_leaves,
 )
+from vllm.entrypoints.sampling_defaults import SamplingDefaults
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.reasoning import REASONING_PARSERS, DeepSeekR1ReasoningParser
 from vllm.v1.engine.async_llm import AsyncLLM, RequestOutputCollector

@@ -30,7 +30,7 @@ from vllm.entrypoints.openai.protocol import (
     UsageInfo,
 )
 from vllm.entrypoints.openai.request_log import note
-from vllm.entrypoints.openai.sampling_defaults import SamplingDefaults
+from vllm.entrypoints.sampling_defaults import SamplingDefaults
 from vllm.inputs import TokensPrompt
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams

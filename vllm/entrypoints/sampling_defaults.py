@@ -1,8 +1,9 @@
-"""What a request does not say about sampling: the model's generation_config.json, else SamplingParams' defaults."""
+"""Defaults of sampling, for who does not say: the model's generation_config.json, or SamplingParams' own."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,18 +25,24 @@ class SamplingDefaults:
         limit = {} if self.max_tokens is None else {"max_tokens (of every request)": self.max_tokens}
         return ", ".join(f"{name}={value}" for name, value in {**self.values, **limit}.items())
 
+    def sampling_params(self) -> SamplingParams:
+        """The parameters of a call that is given none."""
+        given: dict[str, Any] = {**self.values, "max_tokens": self.max_tokens}
+        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
-def sampling_defaults(model_dir: str, source: str, override: str | None) -> SamplingDefaults:
+
+def sampling_defaults(model_dir: str, source: str, override: str | Mapping[str, Any] | None) -> SamplingDefaults:
     """The defaults by `source`: "auto" reads the model's directory, "vllm" reads nothing, else another directory.
 
-    `override` is a JSON object of further values. ValueError for a file or an override that cannot be read.
+    `override` has further values, or is a JSON object with them. ValueError for a file or an override that cannot be
+    read.
     """
     found: dict[str, Any] = {}
     file = Path(model_dir if source == "auto" else source) / FILE_NAME
     if source != "vllm" and (source != "auto" or file.is_file()):
         found = _read(str(file), _text(file))
     if override is not None:
-        found |= _read("override_generation_config", override)
+        found |= _read("override_generation_config", override) if isinstance(override, str) else override
     values = {name: found[name] for name in FIELDS if found.get(name) is not None}
     limit = found.get("max_new_tokens")
     try:
