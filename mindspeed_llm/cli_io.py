@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -133,20 +134,32 @@ def copy_companions(hf_dir: Path, out_dir: Path) -> None:
 
 
 @contextmanager
-def progress(description: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+def progress(description: str, total_bytes: int, line_interval_s: float = 60.0) -> Iterator[Callable[[int], None]]:
     """A bar with bytes, rate and time left on standard error; yields the function that advances it.
 
-    That function raises KeyboardInterrupt when ``run_cli`` was asked to stop.
+    Where that is no terminal a line every ``line_interval_s`` seconds takes the bar's place. The function raises
+    KeyboardInterrupt when ``run_cli`` was asked to stop.
     """
     columns = (*Progress.get_default_columns(), TimeElapsedColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    console = Console(stderr=True, soft_wrap=True)
+    started = last_line = time.monotonic()
+    num_done = 0
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task(description, total=total_bytes)
 
         def advance(num_bytes: int) -> None:
+            nonlocal num_done, last_line
             _stop_request.check()
             bar.advance(task, num_bytes)
+            num_done += num_bytes
+            now = time.monotonic()
+            if not console.is_terminal and now - last_line > line_interval_s:
+                last_line, rate = now, num_done / (now - started)
+                text = f"{num_done / total_bytes:.0%} of {total_bytes / 1e9:.1f} GB, {rate / 1e9:.2f} GB/s"
+                console.print(f"{description}: {text}", markup=False, highlight=False)
 
         yield advance
+        bar.update(task, completed=total_bytes)  # what is read is less than what is written, by the files' headers
 
 
 def say(message: str) -> None:

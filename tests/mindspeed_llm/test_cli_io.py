@@ -56,3 +56,14 @@ def test_an_earlier_stop_does_not_stop_the_next_command() -> None:
 
     assert run_cli(argparse.ArgumentParser(), stopped, []) == INTERRUPTED
     assert run_cli(argparse.ArgumentParser(), undisturbed, []) == 0
+
+
+@pytest.mark.parametrize(("line_interval_s", "wanted"), [(60.0, []), (0.0, ["50% of 2.0 GB", "100% of 2.0 GB"])])
+def test_a_log_gets_lines_in_place_of_a_bar(
+    capsys: pytest.CaptureFixture[str], line_interval_s: float, wanted: list[str]
+) -> None:
+    with progress("cast, 2 files", 2 * 10**9, line_interval_s) as advance:
+        advance(10**9)
+        advance(10**9)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.removeprefix("cast, 2 files: ").partition(",")[0] for line in lines] == wanted
