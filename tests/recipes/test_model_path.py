@@ -75,3 +75,13 @@ def test_a_plain_directory_is_used_where_it_is(tmp_path: Path, published: Path) 
     job = _job(tmp_path, plain, "cann_random_init_tiny")
     assert weight_problems(job, plain) == [] and job.config.actor_rollout_ref.model.path == str(plain)
     assert "is not quantised" in str(_bf16_stage(job).skip_reason)
+
+
+def test_missing_files_and_an_unknown_family_are_told_together(tmp_path: Path) -> None:
+    assert model_problems(tmp_path) == [
+        f"MODEL_PATH {tmp_path} has no config.json and no tokenizer.json and no tokenizer_config.json; expected a "
+        "Hugging Face model directory"
+    ]
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    missing, family = model_problems(tmp_path)
+    assert "has no tokenizer.json and no tokenizer_config.json" in missing and "llama" in family

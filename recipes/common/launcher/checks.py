@@ -177,9 +177,10 @@ def _with_model(job: Job, path: Path) -> PPOTrainerConfig:
 def model_problems(path: Path) -> list[str]:
     """Missing files of an HF directory, and what its config.json asks for that the engines do not have."""
     wanted = ("config.json", "tokenizer.json", "tokenizer_config.json")
+    found = []
     if missing := [name for name in wanted if not (path / name).is_file()]:
-        return [f"MODEL_PATH {path} has no {' and no '.join(missing)}; expected a Hugging Face model directory"]
-    return _refusals("MODEL_PATH", lambda: load_hf_config(path))
+        found = [f"MODEL_PATH {path} has no {' and no '.join(missing)}; expected a Hugging Face model directory"]
+    return found if "config.json" in missing else [*found, *_refusals("MODEL_PATH", lambda: load_hf_config(path))]
 
 
 def weight_problems(job: Job, path: Path) -> list[str]:
