@@ -200,6 +200,7 @@ if command -v flock >/dev/null 2>&1; then
     fi
 fi
 started=$SECONDS
+trap 'say "stopped: the same command starts the set-up again"; exit 130' INT
 make_venv
 rm -f "$VENV_DIR"/.stamp-*
 echo "$STACK" >"$VENV_DIR/.stack"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -64,6 +66,28 @@ def test_two_at_once_make_one_environment_that_is_made_again_when_a_pin_changes(
     if is_mended:
         requirement.write_text("", encoding="utf-8")
         assert setup(repo).returncode == 0
+
+
+def test_an_interrupt_while_packages_are_fetched_says_that_and_nothing_else(repo: Path) -> None:
+    """Ctrl-C reaches pip, too, and pip's end is no fault of the network."""
+    (repo / "requirements/base.txt").write_text("no-such-package\n", encoding="utf-8")
+    with socket.create_server(("127.0.0.1", 0)) as index:  # it accepts, and never answers
+        index.settimeout(100)
+        own = {"PYTHON": sys.executable, "VENV_DIR": str(repo / ".venv"), "PIP_CONFIG_FILE": os.devnull}
+        own |= {"PIP_INDEX_URL": f"http://127.0.0.1:{index.getsockname()[1]}/simple", "no_proxy": "127.0.0.1"}
+        with subprocess.Popen(
+            [sys.executable, "-c", "import os, signal; signal.signal(2, signal.default_int_handler); "
+             "os.execvp('bash', ['bash', 'tools/setup_env.sh'])"],
+            cwd=repo, env={**os.environ, **own}, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        ) as script:  # fmt: skip
+            asked, _ = index.accept()
+            os.killpg(script.pid, signal.SIGINT)
+            assert script.wait(60) == 130
+            asked.close()
+            assert script.stderr is not None
+            text = script.stderr.read()
+    assert "stopped: the same command starts the set-up again" in text and "error" not in text
+    assert not list(repo.glob(".venv/.stamp-*"))
 
 
 def test_an_environment_keeps_the_stack_that_it_was_asked_for(repo: Path) -> None:
