@@ -179,7 +179,6 @@ def _steps_of_a_worker(model_dir: str, overrides: list[str]) -> list[tuple[int, 
     return found
 
 
-@pytest.mark.slow  # the test above has the optimizer alone
 @pytest.mark.timeout(240)
 def test_r1_ascends_command_leaves_no_optimizer_state_on_the_die_of_a_worker(tmp_path: Path) -> None:
     """The script's own overrides through the command line to a worker, with a tiny model and one die for its sizes."""
