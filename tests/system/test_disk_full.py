@@ -48,7 +48,11 @@ def test_a_disk_that_fills(converted: Prepared, uninterrupted: Job, disk: Path, 
     keep_all = "trainer.max_actor_ckpt_to_keep=null"
     with job.command("first", keep_all) as command:
         command.wait_for(lambda: command.is_training() and "step 1 |" in command.text(), "step 1", SEEN_S)
+        driver = command.find("verl.trainer.main_ppo")
+        assert driver is not None
+        driver.suspend()  # the steps are short: the run would be over before the disk is full
         ballast = fill(disk, leave)
+        driver.resume()
         assert command.wait(SEEN_S) == 1
         assert command.left_behind() == []
         ballast.unlink()
