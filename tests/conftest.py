@@ -117,3 +117,14 @@ def _tagged_processes() -> list[tuple[psutil.Process, str]]:
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue  # it has ended, or belongs to another user
     return found
+
+
+@pytest.fixture
+def registries_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers as a user would is gone after it: a name can be taken once in a process."""
+    from verl.trainer.ppo.algos import ESTIMATORS
+    from verl.trainer.ppo.policy_losses import LOSSES
+    from verl.workers.reward_manager import MANAGERS
+
+    for registry in (ESTIMATORS, LOSSES, MANAGERS):
+        monkeypatch.setattr(registry, "entries", dict(registry.entries))

@@ -35,6 +35,7 @@ PAIRS = (("gpg", "gpg"), ("opo", "clip_cov"), ("grpo_passk", "kl_cov"), ("rloo_v
 
 
 @pytest.mark.slow  # tests/verl/test_row_losses.py updates with each loss, test_r1_dynamic_sampling.py with a user's
+@pytest.mark.usefixtures("registries_as_before")
 def test_every_pair_trains(tmp_path: Path) -> None:
     prepared = prepare(tmp_path)
     library = tmp_path / "mine.py"

@@ -61,7 +61,7 @@ class NumberedRewardManager(NaiveRewardManager):
         return found if return_dict else found["reward_tensor"]
 """
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("registries_as_before")]
 
 
 @pytest.mark.slow  # tests/verl/test_plugins.py has each kind with a policy of ten logits

@@ -10,13 +10,11 @@ import pytest
 
 from tests.parallel.launcher import run_ranks
 from verl.trainer.config import load_config, validate_config
-from verl.trainer.ppo.algos import ESTIMATORS
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
-from verl.trainer.ppo.policy_losses import LOSSES
 from verl.utils.import_utils import import_external_libs, load_extern_type
 from verl.workers.megatron_workers import ActorRolloutRefWorker
-from verl.workers.reward_manager import MANAGERS
 
+pytestmark = pytest.mark.usefixtures("registries_as_before")
 LIBRARY = "actor_rollout_ref.model.external_lib"
 NAMES = (
     "algorithm.adv_estimator={0}",
@@ -40,12 +38,6 @@ class Manager:
 def _problems(*overrides: str) -> list[str]:
     keys = [f"{LIBRARY}=", "algorithm.adv_estimator", "loss_mode", "reward_manager", LIBRARY]
     return [problem for problem in validate_config(load_config(overrides)) if any(key in problem for key in keys)]
-
-
-@pytest.fixture(autouse=True)
-def _registries_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    for registry in (ESTIMATORS, LOSSES, MANAGERS):
-        monkeypatch.setattr(registry, "entries", dict(registry.entries))
 
 
 @pytest.fixture
