@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from verl.utils.errors import MissingFieldError
+from verl.base_config import FieldMapping
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def value_problems(where: str, given: Mapping[str, Any], known: Mapping[str, Val
     ]
 
 
-class Section(Mapping):
+class Section(FieldMapping):
     """Base of the sections of the config; its keys are read as attributes or as those of a dict.
 
     Attributes:
@@ -53,22 +53,6 @@ class Section(Mapping):
     """
 
     VALUES: ClassVar[Mapping[str, Values]] = {}
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """The key's value; ``default`` when there is no such key."""
-        return getattr(self, key, default)
-
-    def __getitem__(self, key: str) -> Any:
-        try:
-            return getattr(self, key)
-        except AttributeError as error:
-            raise MissingFieldError(key) from error
-
-    def __iter__(self) -> Iterator[str]:
-        return (field.name for field in fields(self))  # type: ignore[arg-type]
-
-    def __len__(self) -> int:
-        return len(fields(self))  # type: ignore[arg-type]
 
     def problems(self, where: str) -> list[str]:
         """Every value of this section and of those in it that cannot work, one sentence each."""
