@@ -8,59 +8,67 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hf_formats.config_checks import DECODER_SIZES, EXPERT_SIZES, LATENT_SIZES, config_problems, dtype_name
-from hf_formats.families import FAMILIES, model_family
+from hf_formats.config_checks import DECODER_SIZES, config_problems, dtype_name
+from hf_formats.families import model_family
 from hf_formats.problems import raise_problems
 from hf_formats.rope import RopeConfig, parse_rope
 
 
 @dataclass(frozen=True)
 class HFModelConfig:
-    """A decoder: latent attention and ``first_k_dense_replace`` dense layers before MoE layers (DeepSeek-V3, V2,
-    Moonlight), or grouped-query attention with a norm on each head and dense layers only (Qwen3).
+    """A decoder: latent or grouped-query attention, and dense layers or mixtures of experts in any order.
 
-    Field names are config.json's. ``q_lora_rank`` None means that queries have one full projection (``q_proj``).
-    ``moe_layer_freq`` m makes layer i a MoE layer when i >= first_k_dense_replace and i % m == 0. Sizes that the
-    model type does not have are 0. ``mtp_num_layers`` is the caller's choice (``with_mtp``), not config.json's: the
-    number of the checkpoint's ``num_nextn_predict_layers`` modules that are built, loaded, trained and exported.
+    Field names are config.json's, under DeepSeek's names where families differ; ``hf_formats/families`` fills them in.
+    ``attention_bias``: queries, keys and values have biases. ``qk_norm``: an RMS norm on each head of queries and keys.
+    ``rope_dim``: leading channels of a head that rotary positions turn (of latent attention, all of the rotary part).
+    ``q_lora_rank`` None means that queries have one full projection (``q_proj``). ``moe_layer_freq`` m makes layer i a
+    MoE layer when i >= first_k_dense_replace and i % m == 0. Sizes that the model does not have are 0.
+    ``mtp_num_layers`` is the caller's choice (``with_mtp``), not config.json's: the number of the checkpoint's
+    ``num_nextn_predict_layers`` modules that are built, loaded, trained and exported.
     """
 
     model_type: str
+    architecture: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    moe_intermediate_size: int
     num_hidden_layers: int
     num_attention_heads: int
-    n_routed_experts: int
-    num_experts_per_tok: int
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
+    num_key_value_heads: int
     max_position_embeddings: int
-    q_lora_rank: int | None
-    n_shared_experts: int
-    first_k_dense_replace: int
-    moe_layer_freq: int
-    n_group: int
-    topk_group: int
-    topk_method: str
-    scoring_func: str
-    norm_topk_prob: bool
-    routed_scaling_factor: float
     rms_norm_eps: float
     rope: RopeConfig
-    aux_loss_alpha: float
+    rope_dim: int
     initializer_range: float
     torch_dtype: str
-    num_nextn_predict_layers: int
     quant_method: str | None
-    num_key_value_heads: int
-    head_dim: int
-    tie_word_embeddings: bool
-    architecture: str
     eos_token_ids: tuple[int, ...] = ()
+    tie_word_embeddings: bool = False
+
+    head_dim: int = 0  # of grouped-query attention
+    attention_bias: bool = False
+    qk_norm: bool = False
+
+    q_lora_rank: int | None = None
+    kv_lora_rank: int = 0
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
+
+    moe_intermediate_size: int = 0
+    n_routed_experts: int = 0
+    num_experts_per_tok: int = 0
+    n_shared_experts: int = 0
+    first_k_dense_replace: int = 0
+    moe_layer_freq: int = 1
+    n_group: int = 1
+    topk_group: int = 1
+    topk_method: str = "greedy"
+    scoring_func: str = "softmax"
+    norm_topk_prob: bool = False
+    routed_scaling_factor: float = 1.0
+    aux_loss_alpha: float = 0.0
+    num_nextn_predict_layers: int = 0
     mtp_num_layers: int = 0
 
     @property
@@ -130,40 +138,21 @@ def read_config_dict(path: str | Path) -> dict[str, Any]:
 
 def parse_hf_config(raw: Mapping[str, Any], source: str = "config") -> HFModelConfig:
     """Return the typed config of a config.json's content; the error names ``source`` and lists every problem."""
-    model_type = model_family(raw, source)
-    raise_problems(source, config_problems(raw, model_type))
+    family = model_family(raw, source)
+    raise_problems(source, config_problems(raw, family))
     raw = {key: value for key, value in raw.items() if value is not None}
-    is_v3, is_mla = model_type == "deepseek_v3", model_type != "qwen3"
-    quantization = raw.get("quantization_config") or {}
-    heads, eos = raw["num_attention_heads"], raw.get("eos_token_id", ())
-    topk_method = raw.get("topk_method") or ("noaux_tc" if is_v3 else "greedy")
-    has_groups = topk_method != "greedy"  # a greedy choice is among all experts, whatever the groups
+    eos = raw.get("eos_token_id", ())
     return HFModelConfig(
-        model_type=model_type,
+        model_type=family.model_type,
+        architecture=family.architecture,
         **{key: raw[key] for key in DECODER_SIZES},
-        **{key: raw[key] if is_mla else 0 for key in LATENT_SIZES + EXPERT_SIZES},
-        num_key_value_heads=heads if is_mla else raw["num_key_value_heads"],
-        head_dim=0 if is_mla else raw.get("head_dim") or raw["hidden_size"] // heads,
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        q_lora_rank=raw.get("q_lora_rank") or None,
-        n_shared_experts=raw.get("n_shared_experts") or 0,
-        first_k_dense_replace=raw.get("first_k_dense_replace", 0),
-        moe_layer_freq=raw.get("moe_layer_freq", 1),
-        n_group=(has_groups and raw.get("n_group")) or 1,
-        topk_group=(has_groups and raw.get("topk_group")) or 1,
-        topk_method=topk_method,
-        scoring_func=raw.get("scoring_func") or ("sigmoid" if is_v3 else "softmax"),
-        norm_topk_prob=bool(raw.get("norm_topk_prob", is_v3)),
-        routed_scaling_factor=float(raw.get("routed_scaling_factor", 1.0)),
         rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
         rope=parse_rope(raw),
-        aux_loss_alpha=float(raw.get("aux_loss_alpha") or 0.0),
         initializer_range=float(raw.get("initializer_range", 0.02)),
         torch_dtype=dtype_name(raw),
-        num_nextn_predict_layers=raw.get("num_nextn_predict_layers") or 0,
-        quant_method=quantization.get("quant_method"),
-        architecture=FAMILIES[model_type],
+        quant_method=(raw.get("quantization_config") or {}).get("quant_method"),
         eos_token_ids=tuple(eos) if isinstance(eos, list | tuple) else (int(eos),),
+        **family.fields(raw),
     )
 
 

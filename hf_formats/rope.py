@@ -1,4 +1,4 @@
-"""Rotary positions as config.json describes them: plain (arXiv 2104.09864) or DeepSeek's YaRN (arXiv 2309.00071).
+"""Rotary positions as config.json describes them: plain (arXiv 2104.09864), YaRN (arXiv 2309.00071), Llama 3's.
 
 Frequencies are computed in float64 and rounded once by the caller, so that both engines rotate by the same bits.
 """
@@ -6,7 +6,7 @@ Frequencies are computed in float64 and rounded once by the caller, so that both
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ DEFAULT_THETA = 10000.0
 class RopeConfig:
     """Rotary positions under config.json's names. An ``mscale`` or ``mscale_all_dim`` of 0 counts as absent."""
 
-    rope_type: str = "default"  # or "yarn"
+    rope_type: str = "default"  # or "yarn", "llama3"
     rope_theta: float = DEFAULT_THETA
     factor: float = 1.0
     original_max_position_embeddings: int = 0
@@ -25,6 +25,8 @@ class RopeConfig:
     beta_slow: float = 1.0
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
 
     @property
     def amplitude(self) -> float:
@@ -46,11 +48,17 @@ class RopeConfig:
         """Return the angle per position of each rotated pair, ``rope_dim / 2`` values.
 
         YaRN keeps pairs that turn at least ``beta_fast`` times within the original context, divides by ``factor`` those
-        that turn at most ``beta_slow`` times, and blends linearly in between.
+        that turn at most ``beta_slow`` times, and blends linearly, by the pair's number, in between. Llama 3 (arXiv
+        2407.21783) does so with ``high_freq_factor`` and ``low_freq_factor``, and blends by the number of turns.
         """
         plain = [self.rope_theta ** (-2 * i / rope_dim) for i in range(rope_dim // 2)]
-        if self.rope_type != "yarn":
+        if self.rope_type == "default":
             return plain
+        if self.rope_type == "llama3":
+            turns = [self.original_max_position_embeddings * f / (2 * math.pi) for f in plain]
+            width = self.high_freq_factor - self.low_freq_factor
+            kept = [min(max((t - self.low_freq_factor) / width, 0.0), 1.0) for t in turns]
+            return [f * share + f / self.factor * (1 - share) for f, share in zip(plain, kept, strict=True)]
 
         def pair_that_turns(times: float) -> float:
             wavelength = self.original_max_position_embeddings / (times * 2 * math.pi)
@@ -78,15 +86,31 @@ def rope_scaling(raw: Mapping[str, Any]) -> dict[str, Any] | None:
     return None if scaling["rope_type"] == "default" else scaling
 
 
-def rope_problems(raw: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with the scaling that config.json asks for, one sentence per problem."""
+SCALED_BY = {
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+}
+"""rope_type -> the keys that it cannot do without"""
+_OPTIONAL = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "low_freq_factor", "high_freq_factor")
+
+
+def rope_problems(raw: Mapping[str, Any], supported: Sequence[str]) -> list[str]:
+    """Return what is wrong with the scaling that config.json asks for, one sentence per problem.
+
+    supported: the types of scaling that the model's attention has.
+    """
     scaling = rope_scaling(raw)
     if scaling is None:
         return []
-    if scaling["rope_type"] != "yarn":
-        return [f"rope_scaling type is {scaling['rope_type']!r}; yarn or null is needed"]
-    missing = [key for key in ("factor", "original_max_position_embeddings") if not scaling.get(key)]
-    return [f"rope_scaling.{key} is missing" for key in missing]
+    rope_type = scaling["rope_type"]
+    if rope_type not in supported:
+        return [f"rope_scaling type is {rope_type!r}; {', '.join(supported)} or null is needed"]
+    found = [f"rope_scaling.{key} is missing" for key in SCALED_BY[rope_type] if not scaling.get(key)]
+    if not found and rope_type == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
+        found.append("rope_scaling.high_freq_factor must be larger than low_freq_factor")
+    if scaling.get("attention_factor") is not None:
+        found.append("rope_scaling.attention_factor is given; only the factor that mscale describes is supported")
+    return found
 
 
 def parse_rope(raw: Mapping[str, Any]) -> RopeConfig:
@@ -96,12 +120,9 @@ def parse_rope(raw: Mapping[str, Any]) -> RopeConfig:
     if scaling is None:
         return RopeConfig(rope_theta=theta)
     return RopeConfig(
-        rope_type="yarn",
+        rope_type=scaling["rope_type"],
         rope_theta=theta,
         factor=float(scaling["factor"]),
         original_max_position_embeddings=int(scaling["original_max_position_embeddings"]),
-        beta_fast=float(scaling.get("beta_fast") or 32),
-        beta_slow=float(scaling.get("beta_slow") or 1),
-        mscale=float(scaling.get("mscale") or 0),
-        mscale_all_dim=float(scaling.get("mscale_all_dim") or 0),
+        **{key: float(scaling[key]) for key in _OPTIONAL if scaling.get(key)},
     )

@@ -9,9 +9,9 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from hf_formats.config import HFModelConfig
+from hf_formats.layer_tensors import layer_tensors
 
 TensorSpec = tuple[tuple[int, ...], str]  # shape, dtype name
-Shapes = dict[str, tuple[int, ...]]
 Item = TypeVar("Item")
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -25,7 +25,7 @@ def hf_tensors(hf: HFModelConfig) -> Mapping[str, TensorSpec]:
     hidden, dtype = hf.hidden_size, hf.torch_dtype
     tensors: dict[str, TensorSpec] = {"model.embed_tokens.weight": ((hf.vocab_size, hidden), dtype)}
     for layer in range(hf.num_hidden_layers):
-        tensors.update(layer_tensors(hf, layer, hf.is_moe_layer(layer)))
+        tensors.update(layer_specs(hf, layer, hf.is_moe_layer(layer)))
     for depth in range(hf.mtp_num_layers):
         tensors.update(mtp_tensors(hf, hf.num_hidden_layers + depth))
     tensors["model.norm.weight"] = ((hidden,), dtype)
@@ -34,26 +34,11 @@ def hf_tensors(hf: HFModelConfig) -> Mapping[str, TensorSpec]:
     return MappingProxyType(tensors)
 
 
-def layer_tensors(hf: HFModelConfig, layer: int, is_moe: bool) -> dict[str, TensorSpec]:
+def layer_specs(hf: HFModelConfig, layer: int, is_moe: bool) -> dict[str, TensorSpec]:
     """Name -> (shape, dtype) of decoder layer ``layer`` (also the MTP layer's transformer part)."""
-    hidden = hf.hidden_size
-    shapes: Shapes = {"input_layernorm.weight": (hidden,)}
-    shapes.update(_latent_attention(hf) if hf.is_mla else _grouped_query_attention(hf))
-    shapes["post_attention_layernorm.weight"] = (hidden,)
-    if is_moe:
-        shapes["mlp.gate.weight"] = (hf.n_routed_experts, hidden)
-        if hf.has_expert_bias:
-            shapes["mlp.gate.e_score_correction_bias"] = (hf.n_routed_experts,)
-        for expert in range(hf.n_routed_experts):
-            shapes.update(_mlp(f"mlp.experts.{expert}", hidden, hf.moe_intermediate_size))
-        if hf.n_shared_experts:
-            shapes.update(_mlp("mlp.shared_experts", hidden, hf.shared_expert_intermediate_size))
-    else:
-        shapes.update(_mlp("mlp", hidden, hf.intermediate_size))
+    tensors = layer_tensors(hf, is_moe, range(hf.n_routed_experts))
     prefix = f"model.layers.{layer}."
-    return {
-        prefix + name: (shape, "float32" if always_fp32(name) else hf.torch_dtype) for name, shape in shapes.items()
-    }
+    return {prefix + name: (shape, "float32" if always_fp32(name) else hf.torch_dtype) for name, shape, _ in tensors}
 
 
 def mtp_tensors(hf: HFModelConfig, layer: int) -> dict[str, TensorSpec]:
@@ -68,7 +53,7 @@ def mtp_tensors(hf: HFModelConfig, layer: int) -> dict[str, TensorSpec]:
         "shared_head.head.weight": (vocab, hidden),
     }
     own: dict[str, TensorSpec] = {prefix + name: (shape, hf.torch_dtype) for name, shape in shapes.items()}
-    return own | layer_tensors(hf, layer, is_moe=hf.is_moe_layer(hf.num_hidden_layers - 1))
+    return own | layer_specs(hf, layer, is_moe=hf.is_moe_layer(hf.num_hidden_layers - 1))
 
 
 def shared_copies(hf: HFModelConfig) -> dict[str, str]:
@@ -102,40 +87,3 @@ def packed(items: Iterable[Item], num_bytes: Callable[[Item], int], max_bytes: i
         filled += size
     if group:
         yield group
-
-
-def _latent_attention(hf: HFModelConfig) -> Shapes:
-    hidden, heads = hf.hidden_size, hf.num_attention_heads
-    shapes: Shapes = {}
-    if hf.q_lora_rank is None:
-        shapes["self_attn.q_proj.weight"] = (heads * hf.qk_head_dim, hidden)
-    else:
-        shapes["self_attn.q_a_proj.weight"] = (hf.q_lora_rank, hidden)
-        shapes["self_attn.q_a_layernorm.weight"] = (hf.q_lora_rank,)
-        shapes["self_attn.q_b_proj.weight"] = (heads * hf.qk_head_dim, hf.q_lora_rank)
-    shapes["self_attn.kv_a_proj_with_mqa.weight"] = (hf.kv_lora_rank + hf.qk_rope_head_dim, hidden)
-    shapes["self_attn.kv_a_layernorm.weight"] = (hf.kv_lora_rank,)
-    shapes["self_attn.kv_b_proj.weight"] = (heads * (hf.qk_nope_head_dim + hf.v_head_dim), hf.kv_lora_rank)
-    shapes["self_attn.o_proj.weight"] = (hidden, heads * hf.v_head_dim)
-    return shapes
-
-
-def _grouped_query_attention(hf: HFModelConfig) -> Shapes:
-    hidden, size = hf.hidden_size, hf.head_dim
-    queries, keys = hf.num_attention_heads * size, hf.num_key_value_heads * size
-    return {
-        "self_attn.q_proj.weight": (queries, hidden),
-        "self_attn.k_proj.weight": (keys, hidden),
-        "self_attn.v_proj.weight": (keys, hidden),
-        "self_attn.o_proj.weight": (hidden, queries),
-        "self_attn.q_norm.weight": (size,),
-        "self_attn.k_norm.weight": (size,),
-    }
-
-
-def _mlp(prefix: str, hidden: int, width: int) -> Shapes:
-    return {
-        f"{prefix}.gate_proj.weight": (width, hidden),
-        f"{prefix}.up_proj.weight": (width, hidden),
-        f"{prefix}.down_proj.weight": (hidden, width),
-    }

@@ -48,14 +48,36 @@ def to_transformer_config(
         "sequence_parallel": layout.tensor_model_parallel_size > 1,
         "share_embeddings_and_output_weights": hf.tie_word_embeddings,
         "mtp_num_layers": hf.mtp_num_layers or None,
-        "rotary_base": hf.rope.rope_theta,
+        **_rope_fields(hf),
     }
     if hf.n_routed_experts:
         fields |= _expert_fields(hf)
     if hf.is_mla:
         return MLATransformerConfig(**{**fields, **_latent_fields(hf), **overrides})
-    fields |= {"num_query_groups": hf.num_key_value_heads, "kv_channels": hf.head_dim, "qk_layernorm": True}
+    fields |= {
+        "num_query_groups": hf.num_key_value_heads,
+        "kv_channels": hf.head_dim,
+        "qk_layernorm": hf.qk_norm,
+        "add_qkv_bias": hf.attention_bias,
+        "rotary_percent": hf.rope_dim / hf.head_dim,
+    }
     return TransformerConfig(**{**fields, **overrides})
+
+
+def _rope_fields(hf: HFModelConfig) -> dict[str, Any]:
+    rope = hf.rope
+    return {
+        "rope_type": "rope" if rope.rope_type == "default" else rope.rope_type,
+        "rotary_base": rope.rope_theta,
+        "rotary_scaling_factor": rope.factor,
+        "original_max_position_embeddings": rope.original_max_position_embeddings,
+        "beta_fast": rope.beta_fast,
+        "beta_slow": rope.beta_slow,
+        "mscale": rope.mscale,
+        "mscale_all_dim": rope.mscale_all_dim,
+        "rope_low_freq_factor": rope.low_freq_factor,
+        "rope_high_freq_factor": rope.high_freq_factor,
+    }
 
 
 def _expert_fields(hf: HFModelConfig) -> dict[str, Any]:
@@ -83,24 +105,11 @@ def _expert_fields(hf: HFModelConfig) -> dict[str, Any]:
 
 
 def _latent_fields(hf: HFModelConfig) -> dict[str, Any]:
-    fields: dict[str, Any] = {
+    return {
         "q_lora_rank": hf.q_lora_rank,
         "kv_lora_rank": hf.kv_lora_rank,
         "qk_head_dim": hf.qk_nope_head_dim,  # Megatron's name for the part without position
         "qk_pos_emb_head_dim": hf.qk_rope_head_dim,
         "v_head_dim": hf.v_head_dim,
         "max_position_embeddings": hf.max_position_embeddings,
-    }
-    rope = hf.rope
-    if rope.rope_type == "default":
-        return {**fields, "rope_type": "rope", "rotary_scaling_factor": 1.0}
-    return {
-        **fields,
-        "rope_type": "yarn",
-        "rotary_scaling_factor": rope.factor,
-        "original_max_position_embeddings": rope.original_max_position_embeddings,
-        "beta_fast": rope.beta_fast,
-        "beta_slow": rope.beta_slow,
-        "mscale": rope.mscale,
-        "mscale_all_dim": rope.mscale_all_dim,
     }

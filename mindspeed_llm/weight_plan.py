@@ -70,8 +70,6 @@ def plan_problems(hf: HFModelConfig, layout: ParallelLayout) -> list[str]:
     found = layout.problems(hf.num_hidden_layers, hf.n_routed_experts or None, hf.num_attention_heads, hf.vocab_size)
     tp, etp = layout.tensor_model_parallel_size, layout.expert_tensor_parallel_size
     widths = [("intermediate_size", hf.intermediate_size, tp)]
-    if not hf.is_mla:
-        widths.append(("num_key_value_heads", hf.num_key_value_heads, tp))
     if hf.n_shared_experts:
         widths.append(("shared expert width", hf.shared_expert_intermediate_size, tp))
     if hf.n_routed_experts:
@@ -80,6 +78,9 @@ def plan_problems(hf: HFModelConfig, layout: ParallelLayout) -> list[str]:
         widths.append(("kv_lora_rank + qk_rope_head_dim", hf.kv_lora_rank + hf.qk_rope_head_dim, tp))
         widths.append(("q_lora_rank", hf.q_lora_rank or 0, tp))
     found.extend(f"{what} {size} does not divide by {ways}" for what, size, ways in widths if ways > 1 and size % ways)
+    heads = hf.num_key_value_heads
+    if not hf.is_mla and heads % tp and tp % heads:
+        found.append(f"num_key_value_heads {heads} neither divides by {tp} nor divides it")
     return found
 
 
@@ -279,22 +280,38 @@ class _RankPlanner:
         yield self._split(local + "linear_proj.weight", [source + "o_proj.weight"], 1)
 
     def _grouped_query_attention(self, local: str, source: str) -> Iterator[TensorPlan]:
-        """linear_qkv: for each head of keys and values its query heads, then the key, then the value; cut by them."""
+        """linear_qkv: for each head of keys and values its query heads, then the key, then the value; its rows are cut
+        into equal parts.
+        """
+        weight, hidden = self._query_key_value(source, "weight"), self.hf.hidden_size
+        rows = sum(stop - start for _, ((start, stop), *_), _ in weight)
+        columns = ((0, hidden),)
+        whole = [(name, (*there, *columns), (*here, *columns)) for name, there, here in weight]
+        yield self._tensor(local + "linear_qkv.weight", (rows, hidden), whole)
+        if self.hf.attention_bias:
+            yield self._tensor(local + "linear_qkv.bias", (rows,), self._query_key_value(source, "bias"))
+        if self.hf.qk_norm:
+            yield self._split(local + "q_layernorm.weight", [source + "q_norm.weight"], None)
+            yield self._split(local + "k_layernorm.weight", [source + "k_norm.weight"], None)
+        yield self._split(local + "linear_proj.weight", [source + "o_proj.weight"], 1)
+
+    def _query_key_value(self, source: str, kind: str) -> list[_Filled]:
+        """Where the rows of this rank's linear_qkv come from."""
         hf = self.hf
         size, per_group = hf.head_dim, hf.num_attention_heads // hf.num_key_value_heads
-        start, stop = _part(hf.num_key_value_heads, self.coords.tp, self.layout.tensor_model_parallel_size)
-        columns, rows = (0, hf.hidden_size), 0
+        all_rows = (hf.num_attention_heads + 2 * hf.num_key_value_heads) * size
+        start, stop = _part(all_rows, self.coords.tp, self.layout.tensor_model_parallel_size)
         filled: list[_Filled] = []
-        for group in range(start, stop):
+        row = 0
+        for group in range(hf.num_key_value_heads):
             for name, heads in (("q_proj", per_group), ("k_proj", 1), ("v_proj", 1)):
-                first, count = group * heads * size, heads * size
-                there, here = ((first, first + count), columns), ((rows, rows + count), columns)
-                filled.append((f"{source}{name}.weight", there, here))
-                rows += count
-        yield self._tensor(local + "linear_qkv.weight", (rows, hf.hidden_size), filled)
-        yield self._split(local + "q_layernorm.weight", [source + "q_norm.weight"], None)
-        yield self._split(local + "k_layernorm.weight", [source + "k_norm.weight"], None)
-        yield self._split(local + "linear_proj.weight", [source + "o_proj.weight"], 1)
+                low, high = max(row, start), min(row + heads * size, stop)
+                if low < high:
+                    offset = group * heads * size - row
+                    there, here = ((low + offset, high + offset),), ((low - start, high - start),)
+                    filled.append((f"{source}{name}.{kind}", there, here))
+                row += heads * size
+        return filled
 
     def _mlp(self, local: str, source: str) -> Iterator[TensorPlan]:
         yield self._split(local + "linear_fc1.weight", [source + "gate_proj.weight", source + "up_proj.weight"], 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vllm.transformers_utils.config import HFConfig, Qwen3Config
+from vllm.transformers_utils.config import HFConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
@@ -184,7 +184,7 @@ def _cache_problems(cache: CacheConfig, max_model_len: int) -> list[str]:
 def _kept_problems(cache: CacheConfig, hf: HFConfig) -> list[str]:
     """Return the problems of cache settings that this model cannot have."""
     problems = []
-    if cache.kv_cache_layout != "nd" and isinstance(hf, Qwen3Config):
+    if cache.kv_cache_layout != "nd" and not hf.is_mla:
         problems.append(
             f"kv_cache_layout={cache.kv_cache_layout!r} is for latents, {hf.architecture} keeps keys and values; use nd"
         )
@@ -243,7 +243,7 @@ def _parallel_problems(parallel: ParallelConfig, hf: HFConfig) -> list[str]:
         problems.append(
             f"multistream_overlap_shared_expert=True: {hf.architecture} has no shared experts here; leave it out"
         )
-    if parallel.enable_multistream_mla and isinstance(hf, Qwen3Config):
+    if parallel.enable_multistream_mla and not hf.is_mla:
         problems.append(f"enable_multistream_mla=True: {hf.architecture} has no latent attention; leave it out")
     problems += hf.tp_problems(tp)
     if parallel.enable_expert_parallel and not hf.n_routed_experts:

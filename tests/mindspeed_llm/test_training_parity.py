@@ -25,31 +25,18 @@ from mindspeed_llm.hf_checkpoint import HFCheckpoint
 from mindspeed_llm.load_weights import load_weights
 from mindspeed_llm.model import build_model
 from mindspeed_llm.weight_plan import local_plan
+from tests.families import CONFIGS, write_model
 from tests.megatron.model_helpers import PackedBatch, one_process_groups, packed_batch
 from tests.mindspeed_llm.gradients import hf_gradients
-from tests.mindspeed_llm.tiny import (
-    tiny_hf_config,
-    tiny_moonlight_config,
-    tiny_qwen3_config,
-    tiny_v2_lite_config,
-    write_tiny_checkpoint,
-)
+from tests.mindspeed_llm.tiny import tiny_hf_config
 from tests.mindspeed_llm.transformers_side import ADAM, BETAS, EPS, MAX_NORM, Theirs, largest_difference
 
-MODELS: dict[str, dict[str, Any]] = {
-    "deepseek-v3": tiny_hf_config(),
+VARIANTS: dict[str, dict[str, Any]] = {
     "deepseek-v3 without q-lora": tiny_hf_config(q_lora_rank=None),
     "deepseek-v3 without yarn": tiny_hf_config(rope_scaling=None),
     "deepseek-v3, weights not normalised": tiny_hf_config(
         norm_topk_prob=False, first_k_dense_replace=0, num_experts_per_tok=4
     ),
-    "moonlight": tiny_moonlight_config(),
-    "deepseek-v2-lite": tiny_v2_lite_config(),
-    "deepseek-v2": tiny_v2_lite_config(
-        q_lora_rank=32, n_group=4, topk_group=2, topk_method="group_limited_greedy", routed_scaling_factor=4.0
-    ),
-    "qwen3": tiny_qwen3_config(),
-    "qwen3 tied": tiny_qwen3_config(tie_word_embeddings=True),
 }
 NUM_STEPS = 10
 LENGTHS = [21, 40, 3, 32]
@@ -96,10 +83,10 @@ class Ours:
         return dict(export_weights(self.ddp.module, self.hf, self.groups))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*VARIANTS, *CONFIGS])
 def test_ten_steps_equal_transformers(name: str, groups: ProcessGroups, tmp_path: Path) -> None:
-    write_tiny_checkpoint(tmp_path, MODELS[name], seed=6)
-    ours, theirs = Ours(tmp_path, groups), Theirs(tmp_path)
+    our_folder, their_folder = write_model(tmp_path, VARIANTS.get(name) or name, seed=6)
+    ours, theirs = Ours(our_folder, groups), Theirs(their_folder)
     for step in range(NUM_STEPS):
         batch = packed_batch(LENGTHS, ours.hf.vocab_size, seed=step)
         (loss, grads), (expected_loss, expected_grads) = ours.gradients(batch), theirs.gradients(batch)

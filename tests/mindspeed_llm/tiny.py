@@ -105,36 +105,43 @@ def tiny_v2_lite_config(**overrides: Any) -> dict[str, Any]:
     return tiny_hf_config(**{**v2_lite, **overrides})
 
 
-def tiny_qwen3_config(**overrides: Any) -> dict[str, Any]:
-    """A 3-layer dense Qwen3: 4 query heads on 2 heads of keys and values, whose size is not hidden / heads."""
-    config: dict[str, Any] = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "attention_bias": False,
+def tiny_decoder_config(**overrides: Any) -> dict[str, Any]:
+    """What grouped-query models have in common: 3 layers, 4 query heads on 2 heads of keys and values."""
+    config = {
         "attention_dropout": 0.0,
         "bos_token_id": 0,
         "eos_token_id": 1,
-        "head_dim": 24,
         "hidden_act": "silu",
         "hidden_size": 64,
         "initializer_range": 0.02,
         "intermediate_size": 96,
         "max_position_embeddings": 4096,
-        "max_window_layers": 3,
         "num_attention_heads": 4,
         "num_hidden_layers": 3,
         "num_key_value_heads": 2,
         "rms_norm_eps": 1e-6,
         "rope_scaling": None,
-        "rope_theta": 1000000,
-        "sliding_window": None,
         "tie_word_embeddings": False,
         "torch_dtype": "float32",
         "use_cache": True,
-        "use_sliding_window": False,
         "vocab_size": 128,
     }
-    return {**config, **overrides}
+    return config | overrides
+
+
+def tiny_qwen3_config(**overrides: Any) -> dict[str, Any]:
+    """A dense Qwen3, whose head size is not hidden / heads."""
+    qwen3 = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "attention_bias": False,
+        "head_dim": 24,
+        "max_window_layers": 3,
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    }
+    return tiny_decoder_config(**{**qwen3, **overrides})
 
 
 def tiny_weights(config: dict[str, Any], seed: int = 0, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
@@ -148,6 +155,8 @@ def tiny_weights(config: dict[str, Any], seed: int = 0, dtype: torch.dtype | Non
         target = getattr(torch, dtype_name) if dtype is None else dtype
         if name.endswith("e_score_correction_bias"):
             weights[name] = 0.1 * noise
+        elif name.endswith(".bias"):
+            weights[name] = (0.1 * noise).to(target)
         elif len(shape) == 1:
             weights[name] = (1 + 0.1 * noise).to(target)
         else:

@@ -71,9 +71,9 @@ def test_weights_of_another_model_and_another_kind_of_model_are_named(keys: dict
     config_file.write_text(json.dumps(tiny_hf_config(num_hidden_layers=2, intermediate_size=256)))
     [problem] = preflight_problems(_config(keys))
     assert "mlp.up_proj.weight has shape (128, 64); config.json makes it (256, 64)" in problem
-    config_file.write_text(json.dumps({"model_type": "llama"}))
+    config_file.write_text(json.dumps({"model_type": "mamba"}))
     [problem] = preflight_problems(_config(keys))
-    assert "model_type 'llama' is not supported; supported: deepseek_v3, deepseek_v2, qwen3" in problem
+    assert "model_type 'mamba' is not supported; supported: deepseek_v3, deepseek_v2, qwen3" in problem
 
 
 def test_weights_that_are_not_loaded_need_not_be_there(keys: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from tools.plan.train_npu import STATISTICS_WIDTH
 from vllm.ops import reference_moe
 from vllm.ops.contract import (
     DecodeMetadata,
+    HeadNorms,
     KVCache,
     PrefillMetadata,
     RolloutOps,
@@ -54,7 +55,7 @@ def npu_ops() -> RolloutOps:
         norm_rope_write_kv=norm_rope_write_kv,
         mla_decode=mla_decode,
         mla_prefill=partial(mla_prefill, CausalAttention()),
-        norm_rope_write_gqa=norm_rope_write_gqa,
+        rope_write_gqa=rope_write_gqa,
         gqa_decode=gqa_decode,
         gqa_prefill=partial(gqa_prefill, CausalAttention()),
         topk_router=topk_router,
@@ -136,22 +137,35 @@ def mla_prefill(
     return out_TND[..., : v_SNV.shape[-1]]
 
 
-def norm_rope_write_gqa(
+def rope_write_gqa(
     cache: KVCache,
-    qkv_TC: Tensor,
-    q_weight_D: Tensor,
-    k_weight_D: Tensor,
-    eps: float,
-    cos_TD: Tensor,
-    sin_TD: Tensor,
+    qkv_TMD: Tensor,
+    bias_MD: Tensor | None,
+    norms: HeadNorms | None,
+    cos_TR: Tensor,
+    sin_TR: Tensor,
     slots_T: Tensor,
 ) -> Tensor:
-    width, size = cache[0].shape[2], len(q_weight_D)
-    parts = qkv_TC.split((qkv_TC.shape[1] - 2 * width, width, width), dim=1)
-    turned = [torch.empty_like(rms_norm(part.reshape(-1, size), q_weight_D, eps)) for part in parts[:2]]
-    parts[2].contiguous()
-    launched(CASTS + 2 + SCATTERED_PARTS)
-    return turned[0].view(len(qkv_TC), -1, size)
+    kv_heads, size = cache[0].shape[2] // qkv_TMD.shape[2], qkv_TMD.shape[2]
+    if bias_MD is not None:
+        qkv_TMD = torch.empty_like(qkv_TMD)
+    q_TND, k_TGD, v_TGD = qkv_TMD.tensor_split((-2 * kv_heads, -kv_heads), dim=1)
+    if norms is not None:
+        q_TND = rms_norm(q_TND.reshape(-1, size), norms.q_weight_D, norms.eps).view(q_TND.shape)
+        k_TGD = rms_norm(k_TGD.reshape(-1, size), norms.k_weight_D, norms.eps).view(k_TGD.shape)
+    turned = [_turned(x_TND, cos_TR.shape[1]) for x_TND in (q_TND, k_TGD)]
+    v_TGD.contiguous()
+    launched(CASTS + 2 + SCATTERED_PARTS + (bias_MD is not None))
+    return turned[0]
+
+
+def _turned(x_TND: Tensor, width: int) -> Tensor:
+    turned, kept = x_TND.tensor_split((width,), dim=-1)
+    turned = torch.empty_like(turned.contiguous())
+    if not kept.shape[-1]:
+        return turned
+    launched()
+    return torch.cat((turned, kept), dim=-1)
 
 
 def gqa_decode(q_BND: Tensor, cache: KVCache, meta: DecodeMetadata, scale: float) -> Tensor:

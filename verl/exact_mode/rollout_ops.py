@@ -20,7 +20,15 @@ from verl.exact_mode import math as exact_math
 from verl.exact_mode.math import KEYS, QUERIES
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.ops import reference, reference_gqa
-from vllm.ops.contract import DecodeMetadata, KVCache, PrefillMetadata, RolloutOps, SampledTokens, SamplingBatch
+from vllm.ops.contract import (
+    DecodeMetadata,
+    HeadNorms,
+    KVCache,
+    PrefillMetadata,
+    RolloutOps,
+    SampledTokens,
+    SamplingBatch,
+)
 from vllm.ops.reference_moe import all_to_all_experts
 from vllm.ops.reference_sample import sample as reference_sample
 
@@ -36,7 +44,7 @@ def rollout_ops() -> RolloutOps:
         "rotary_interleaved": rotary_interleaved,
         "norm_rope_write_kv": norm_rope_write_kv,
         "mla_prefill": mla_prefill,
-        "norm_rope_write_gqa": norm_rope_write_gqa,
+        "rope_write_gqa": rope_write_gqa,
         "gqa_decode": gqa_decode,
         "gqa_prefill": gqa_prefill,
         "topk_router": topk_router,
@@ -111,27 +119,32 @@ def mla_prefill(
     return out_TNV
 
 
-def norm_rope_write_gqa(
+def rope_write_gqa(
     cache: KVCache,
-    qkv_TC: Tensor,
-    q_weight_D: Tensor,
-    k_weight_D: Tensor,
-    eps: float,
-    cos_TD: Tensor,
-    sin_TD: Tensor,
+    qkv_TMD: Tensor,
+    bias_MD: Tensor | None,
+    norms: HeadNorms | None,
+    cos_TR: Tensor,
+    sin_TR: Tensor,
     slots_T: Tensor,
 ) -> Tensor:
     (pages,) = cache
-    kv_heads, size = pages.shape[3:]
+    kv_heads = pages.shape[3]
+    if bias_MD is not None:
+        qkv_TMD = qkv_TMD + bias_MD
 
-    def placed(x_TND: Tensor, weight_D: Tensor) -> Tensor:
-        neighbours = exact_math.rms_norm(x_TND, weight_D, eps).unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
-        return rotary_interleaved(neighbours, cos_TD, sin_TD)
+    def turned(x_TND: Tensor) -> Tensor:
+        x_TNR, kept = x_TND.tensor_split((cos_TR.shape[1],), dim=-1)
+        neighbours = x_TNR.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+        return torch.cat((rotary_interleaved(neighbours, cos_TR, sin_TR), kept), dim=-1)
 
-    q_TND, k_TGD, v_TGD = qkv_TC.unflatten(1, (-1, size)).tensor_split((-2 * kv_heads, -kv_heads), dim=1)
-    kv_T2GD = torch.stack((placed(k_TGD, k_weight_D), v_TGD), dim=1)
+    q_TND, k_TGD, v_TGD = qkv_TMD.tensor_split((-2 * kv_heads, -kv_heads), dim=1)
+    if norms is not None:
+        q_TND = exact_math.rms_norm(q_TND, norms.q_weight_D, norms.eps)
+        k_TGD = exact_math.rms_norm(k_TGD, norms.k_weight_D, norms.eps)
+    kv_T2GD = torch.stack((turned(k_TGD), v_TGD), dim=1)
     pages.view(-1, *pages.shape[2:]).index_copy_(0, slots_T, kv_T2GD)
-    return placed(q_TND, q_weight_D)
+    return turned(q_TND)
 
 
 def gqa_decode(q_BND: Tensor, cache: KVCache, meta: DecodeMetadata, scale: float) -> Tensor:

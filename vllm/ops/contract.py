@@ -68,6 +68,15 @@ class PrefillMetadata:
     scratch: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class HeadNorms:
+    """RMS norms of each head of queries and of keys, with the weights of one head."""
+
+    q_weight_D: Tensor
+    k_weight_D: Tensor
+    eps: float
+
+
 @dataclass
 class LogitEdits:
     """Changes of single logits before the temperature: first the bias, then the penalties.
@@ -182,11 +191,12 @@ class RolloutOps:
         (fp32).
     new_gqa_cache(num_blocks, block_size, G, D, dtype, device) -> KVCache
         One layer's cache of keys and values, finite everywhere. Reference: [num_blocks, block_size, 2, G, D].
-    norm_rope_write_gqa(cache, qkv_TC, q_weight_D, k_weight_D, eps, cos_TD, sin_TD, slots_T) -> q_TND
-        qkv holds N heads of queries, then G of keys, then G of values, D channels each. rms_norm is applied to each
-        head of queries and keys, then channels (i, i + D/2) are rotated by angle i:
-        out[i] = x[i] cos[i] - x[i+D/2] sin[i]; out[i+D/2] = x[i+D/2] cos[i] + x[i] sin[i]. Keys and values are written
-        to the tokens' slots as in norm_rope_write_kv; the queries are returned. 1e-6 (fp32), 1e-2 (bf16).
+    rope_write_gqa(cache, qkv_TMD, bias_MD | None, norms: HeadNorms | None, cos_TR, sin_TR, slots_T) -> q_TND
+        The M = N + 2 G heads of qkv are N of queries, then G of keys, then G of values. The bias is added and rms_norm
+        applied to each head of queries and keys, then their channels (i, i + R/2) are rotated by angle i, where R <= D
+        are the first channels of a head and the others stay: out[i] = x[i] cos[i] - x[i+R/2] sin[i]; out[i+R/2] =
+        x[i+R/2] cos[i] + x[i] sin[i]. Keys and values are written to the tokens' slots as in norm_rope_write_kv; the
+        queries are returned. 1e-6 (fp32), 1e-2 (bf16).
     gqa_decode(q_BND, cache, meta: DecodeMetadata, scale) -> [B, N, D]
         The sum of v_s over the sequence, weighted by softmax(scale * q . k_s); query head n reads head n // (N / G).
         1e-5 (fp32).
@@ -231,7 +241,7 @@ class RolloutOps:
     mla_decode: Callable[[Tensor, Tensor, KVCache, DecodeMetadata, float], Tensor] | None
     mla_prefill: Callable[[Tensor, Tensor, Tensor, KVCache, PrefillMetadata, float], Tensor]
     new_gqa_cache: Callable[[int, int, int, int, torch.dtype, torch.device], KVCache]
-    norm_rope_write_gqa: Callable[[KVCache, Tensor, Tensor, Tensor, float, Tensor, Tensor, Tensor], Tensor]
+    rope_write_gqa: Callable[[KVCache, Tensor, Tensor | None, HeadNorms | None, Tensor, Tensor, Tensor], Tensor]
     gqa_decode: Callable[[Tensor, KVCache, DecodeMetadata, float], Tensor]
     gqa_prefill: Callable[[Tensor, KVCache, PrefillMetadata, float], Tensor]
     topk_router: Callable[[Tensor, Tensor | None, int, int, int, bool, float, str], tuple[Tensor, Tensor]]

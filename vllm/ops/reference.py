@@ -8,7 +8,7 @@ from torch import Tensor
 
 from vllm.ops.contract import KVCache, RolloutOps
 from vllm.ops.reference_attention import mla_decode, mla_prefill
-from vllm.ops.reference_gqa import gqa_decode, gqa_prefill, new_gqa_cache, norm_rope_write_gqa
+from vllm.ops.reference_gqa import gqa_decode, gqa_prefill, new_gqa_cache, rope_write_gqa
 from vllm.ops.reference_moe import exchanged_experts, fused_experts, silu_and_mul, topk_router
 from vllm.ops.reference_norm import add_rms_norm, rms_norm
 from vllm.ops.reference_sample import sample
@@ -79,7 +79,7 @@ def rollout_ops() -> RolloutOps:
         mla_decode=mla_decode,
         mla_prefill=mla_prefill,
         new_gqa_cache=new_gqa_cache,
-        norm_rope_write_gqa=norm_rope_write_gqa,
+        rope_write_gqa=rope_write_gqa,
         gqa_decode=gqa_decode,
         gqa_prefill=gqa_prefill,
         topk_router=topk_router,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm.ops.contract import DecodeMetadata, KVCache, PrefillMetadata
+from vllm.ops.contract import DecodeMetadata, HeadNorms, KVCache, PrefillMetadata
 from vllm.ops.reference_attention import DecodeGroup, plan_decode, plan_prefill
 from vllm.ops.reference_norm import rms_norm
 
@@ -21,30 +21,34 @@ def new_gqa_cache(
     return (torch.zeros(num_blocks, block_size, 2, heads, head_dim, dtype=dtype, device=device),)
 
 
-def norm_rope_write_gqa(
+def rope_write_gqa(
     cache: KVCache,
-    qkv_TC: Tensor,
-    q_weight_D: Tensor,
-    k_weight_D: Tensor,
-    eps: float,
-    cos_TD: Tensor,
-    sin_TD: Tensor,
+    qkv_TMD: Tensor,
+    bias_MD: Tensor | None,
+    norms: HeadNorms | None,
+    cos_TR: Tensor,
+    sin_TR: Tensor,
     slots_T: Tensor,
 ) -> Tensor:
     (pages,) = cache
-    kv_heads, size = pages.shape[3:]
-    qkv_TND = qkv_TC.unflatten(1, (-1, size))
-    q_TND, k_TGD, v_TGD = qkv_TND.tensor_split((-2 * kv_heads, -kv_heads), dim=1)
-    k_TGD = rotary_half(rms_norm(k_TGD, k_weight_D, eps), cos_TD, sin_TD)
+    kv_heads = pages.shape[3]
+    if bias_MD is not None:
+        qkv_TMD = qkv_TMD + bias_MD
+    q_TND, k_TGD, v_TGD = qkv_TMD.tensor_split((-2 * kv_heads, -kv_heads), dim=1)
+    if norms is not None:
+        q_TND, k_TGD = rms_norm(q_TND, norms.q_weight_D, norms.eps), rms_norm(k_TGD, norms.k_weight_D, norms.eps)
+    k_TGD = rotary_half(k_TGD, cos_TR, sin_TR)
     pages.view(-1, *pages.shape[2:]).index_copy_(0, slots_T, torch.stack((k_TGD, v_TGD), dim=1))
-    return rotary_half(rms_norm(q_TND, q_weight_D, eps), cos_TD, sin_TD)
+    return rotary_half(q_TND, cos_TR, sin_TR)
 
 
-def rotary_half(x_TND: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-    """Channels (i, i + D/2) turned by angle i."""
-    first, second = x_TND.float().chunk(2, dim=-1)
-    turned_TND = torch.cat((-second, first), dim=-1) * sin_TD[:, None]
-    return turned_TND.add_(x_TND * cos_TD[:, None]).to(x_TND.dtype)
+def rotary_half(x_TND: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+    """Channels (i, i + R/2) turned by angle i; those from R on stay."""
+    turned, kept = x_TND.tensor_split((cos_TR.shape[1],), dim=-1)
+    first, second = turned.float().chunk(2, dim=-1)
+    rotated = torch.cat((-second, first), dim=-1) * sin_TR[:, None]
+    rotated = rotated.add_(turned * cos_TR[:, None]).to(x_TND.dtype)
+    return torch.cat((rotated, kept), dim=-1) if kept.shape[-1] else rotated
 
 
 def gqa_decode(q_BND: Tensor, cache: KVCache, meta: DecodeMetadata, scale: float) -> Tensor:

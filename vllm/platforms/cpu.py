@@ -13,7 +13,6 @@ from torch import Tensor
 from vllm.ops.cpu import memory
 from vllm.ops.cpu.graph import CpuGraphPool
 from vllm.platforms.interface import DeviceMemory, GraphPool, Platform
-from vllm.transformers_utils.config import DeepseekV3Config
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -70,7 +69,7 @@ class CpuPlatform(Platform):
         reasons = []
         if "mla_decode" in ops.not_capturable:
             reasons.append("the op table is not that of the CPU kernels (vllm.ops.cpu), which a C++ compiler builds")
-        if not isinstance(config.model.hf, DeepseekV3Config):
+        if not config.model.hf.is_mla:
             reasons.append("grouped-query attention has no kernel that can be captured")
         if parallel.tensor_parallel_size > 1 or parallel.steps_in_lockstep:
             reasons.append("calls between processes cannot be captured")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from hf_formats.config import HFModelConfig, load_hf_config, read_config_dict
 from hf_formats.fp8 import quantization_problems
@@ -13,84 +12,50 @@ TOPK_METHODS = {"sigmoid": ("noaux_tc",), "softmax": ("greedy", "group_limited_g
 
 
 @dataclass(frozen=True)
-class DeepseekV3Config(HFModelConfig):
-    """A `deepseek_v3` or `deepseek_v2` model: latent attention, dense layers, then mixtures of experts.
+class HFConfig(HFModelConfig):
+    """A model's dimensions, and what they mean for this engine's caches and tensor parallelism.
 
-    scoring_func "sigmoid": a correction bias steers the choice, a group counts as its two best experts (V3, Moonlight);
-    "softmax": no bias, a group counts as its best expert (V2).
+    scoring_func "sigmoid": a correction bias steers the choice of experts, a group counts as its two best experts;
+    "softmax": no bias, a group counts as its best expert.
     """
-
-    @property
-    def rope_dim(self) -> int:
-        """Number of channels that rotary positions turn."""
-        return self.qk_rope_head_dim
-
-    def kv_values_per_token(self, tp: int) -> int:
-        """Return the values that one layer of a TP rank keeps of a token: every rank has the whole latent."""
-        return self.kv_lora_rank + self.qk_rope_head_dim
-
-    def tp_problems(self, tp: int) -> list[str]:
-        """Return why the model cannot be split over `tp` ranks."""
-        # Shared experts are split, and routed ones without expert parallelism.
-        return _indivisible(
-            self, ("num_attention_heads", "vocab_size", "intermediate_size", "moe_intermediate_size"), tp
-        )
-
-
-@dataclass(frozen=True)
-class Qwen3Config(HFModelConfig):
-    """A `qwen3` model: grouped-query attention with a norm on each head, dense layers only."""
-
-    @property
-    def rope_dim(self) -> int:
-        """Number of channels that rotary positions turn."""
-        return self.head_dim
 
     def kv_heads_of_rank(self, tp: int) -> int:
         """Return the heads of keys and values on a TP rank; with more ranks than heads, ranks share them."""
         return max(1, self.num_key_value_heads // tp)
 
     def kv_values_per_token(self, tp: int) -> int:
-        """Return the values that one layer of a TP rank keeps of a token."""
+        """Return the values that one layer of a TP rank keeps of a token; every rank has the whole latent."""
+        if self.is_mla:
+            return self.kv_lora_rank + self.qk_rope_head_dim
         return 2 * self.kv_heads_of_rank(tp) * self.head_dim
 
     def tp_problems(self, tp: int) -> list[str]:
         """Return why the model cannot be split over `tp` ranks."""
-        problems = _indivisible(self, ("num_attention_heads", "vocab_size", "intermediate_size"), tp)
+        # Shared experts are split, and routed ones without expert parallelism.
+        names = ("num_attention_heads", "vocab_size", "intermediate_size", "moe_intermediate_size")
+        sizes = {name: getattr(self, name) for name in names}
+        problems = [
+            f"{name}={size} does not divide by tensor_parallel_size={tp}" for name, size in sizes.items() if size % tp
+        ]
         heads = self.num_key_value_heads
         if heads % tp and tp % heads:
             problems.append(f"num_key_value_heads={heads} neither divides by tensor_parallel_size={tp} nor divides it")
         return problems
 
 
-HFConfig: TypeAlias = DeepseekV3Config | Qwen3Config
-
-
 def load_config(model_dir: str) -> HFConfig:
     """Read `model_dir`/config.json; ValueError lists every key that is missing or that this engine cannot honour."""
     hf = load_hf_config(model_dir)
     raise_problems(f"{model_dir}/config.json", _engine_problems(hf))
-    return Qwen3Config(**vars(hf)) if hf.model_type == "qwen3" else DeepseekV3Config(**vars(hf))
+    return HFConfig(**vars(hf))
 
 
 def _engine_problems(hf: HFModelConfig) -> list[str]:
     """Return what the training engine can do with such a model and this engine cannot."""
-    if not hf.n_routed_experts:
+    if not hf.n_routed_experts or hf.topk_method in TOPK_METHODS[hf.scoring_func]:
         return []
-    problems = []
-    if hf.moe_layer_freq != 1:
-        problems.append(f"moe_layer_freq={hf.moe_layer_freq} is not supported, expected 1")
-    if hf.topk_method not in TOPK_METHODS[hf.scoring_func]:
-        known = " or ".join(f"{name} with {'/'.join(methods)}" for name, methods in TOPK_METHODS.items())
-        problems.append(
-            f"scoring_func={hf.scoring_func!r} with topk_method={hf.topk_method!r} is not supported, expected {known}"
-        )
-    return problems
-
-
-def _indivisible(hf: HFModelConfig, names: tuple[str, ...], tp: int) -> list[str]:
-    sizes = {name: getattr(hf, name) for name in names}
-    return [f"{name}={size} does not divide by tensor_parallel_size={tp}" for name, size in sizes.items() if size % tp]
+    known = " or ".join(f"{name} with {'/'.join(methods)}" for name, methods in TOPK_METHODS.items())
+    return [f"scoring_func={hf.scoring_func!r} with topk_method={hf.topk_method!r} is not supported, expected {known}"]
 
 
 FP8, DEQUANTIZE = "fp8", "dequantize"

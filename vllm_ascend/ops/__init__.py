@@ -6,7 +6,7 @@ from vllm.ops.contract import RolloutOps
 from vllm.ops.reference import linear
 from vllm_ascend.ops.exchanged_experts import ExchangedExperts
 from vllm_ascend.ops.fused_experts import fused_experts
-from vllm_ascend.ops.gqa_cache import new_gqa_cache, norm_rope_write_gqa
+from vllm_ascend.ops.gqa_cache import new_gqa_cache, rope_write_gqa
 from vllm_ascend.ops.gqa_decode import gqa_decode
 from vllm_ascend.ops.gqa_prefill import GqaPrefill
 from vllm_ascend.ops.head_linear import head_linear
@@ -41,7 +41,7 @@ def rollout_ops() -> RolloutOps:
         mla_decode=mla_decode,
         mla_prefill=MlaPrefill(),
         new_gqa_cache=new_gqa_cache,
-        norm_rope_write_gqa=norm_rope_write_gqa,
+        rope_write_gqa=rope_write_gqa,
         gqa_decode=gqa_decode,
         gqa_prefill=GqaPrefill(),
         topk_router=topk_router,

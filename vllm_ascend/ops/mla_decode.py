@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vllm.ops.contract import DecodeMetadata, KVCache
-from vllm.transformers_utils.config import DeepseekV3Config, HFConfig
+from vllm.transformers_utils.config import HFConfig
 from vllm_ascend.ops.kv_layout import is_nz, read_blocks
 from vllm_ascend.ops.paged_attention import gathered_attention, paged_attention
 from vllm_ascend.versions import cann_version, numbers
@@ -33,7 +33,7 @@ def mla_decode(q_latent_BNL: Tensor, q_rope_BNR: Tensor, cache: KVCache, meta: D
 
 def head_problem(heads: int, hf: HFConfig, dtype: str) -> str | None:
     """Why the paged kernel cannot take a rank's `heads`, None when it can or is not used."""
-    if not isinstance(hf, DeepseekV3Config):
+    if not hf.is_mla:
         return None
     if not _is_paged(hf.kv_lora_rank, hf.qk_rope_head_dim, dtype != "float32"):
         return None

@@ -105,8 +105,8 @@ class ColumnParallelLinear(_SplitWeight):
 
     With ``sequence_parallel`` x is [T/TP, in] and is gathered here, and again for the weight gradient, so that only the
     shard is kept; otherwise x is [T, in], the same on all ranks. y is [T, out/TP]. W may stack ``stride`` tensors, of
-    which every rank holds a shard. Without ``has_weight`` the layer has no weight of its own, and ``forward`` is given
-    one.
+    which every rank holds a shard. ``bias``: a vector [out/TP] is added to y. Without ``has_weight`` the layer has no
+    weight of its own, and ``forward`` is given one.
     """
 
     def __init__(
@@ -118,18 +118,30 @@ class ColumnParallelLinear(_SplitWeight):
         output_size: int,
         *,
         stride: int = 1,
+        bias: bool = False,
         has_weight: bool = True,
     ) -> None:
         super().__init__(config, groups, output_size, input_size, dim=0, stride=stride, has_weight=has_weight)
         self.matmul = ops.matmul
+        self.bias: nn.Parameter | None = None
+        if bias:
+            self.bias = nn.Parameter(torch.empty(output_size // groups.tp.size(), dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(self.bias, is_parallel=True, dim=0, stride=stride)
 
     def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
         weight = self.weight if weight is None else weight
         assert weight is not None, "a layer without a weight of its own must be given one"
+        y: Tensor
         if self.sequence_parallel and self.group.size() > 1:
-            y: Tensor = _GatherLinear.apply(x, weight, self.group, self.matmul)
-            return y
-        return linear(copy_to_tensor_model_parallel_region(x, self.group), weight, self.matmul)
+            y = _GatherLinear.apply(x, weight, self.group, self.matmul)
+        else:
+            y = linear(copy_to_tensor_model_parallel_region(x, self.group), weight, self.matmul)
+        return y if self.bias is None else y + self.bias
+
+    def init_weights(self, init: WeightInit, name: str) -> None:
+        super().init_weights(init, name)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
 
 class RowParallelLinear(_SplitWeight):

@@ -40,6 +40,11 @@ def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: dist.ProcessGro
     return map_over_group(x, group, _scatter_sum, _gather_rows)
 
 
+def gather_from_tensor_model_parallel_region(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Forward: the columns of all ranks' [T, F/TP], [T, F]. Backward: this rank's columns of the summed gradient."""
+    return map_over_group(x, group, _gather_columns, _scatter_column_sum)
+
+
 @dataclass
 class Exchange:
     """An all-to-all of the rows of x [n, ...] in two halves, and the reverse exchange for their gradient.
@@ -156,6 +161,14 @@ def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return collectives.all_gather(x, group)[0]
+
+
+def _gather_columns(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return _gather_rows(x.t().contiguous(), group).t()
+
+
+def _scatter_column_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return _scatter_sum(x.t().contiguous(), group).t()
 
 
 def _scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_formats.rope import RopeConfig
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class RotaryEmbedding(nn.Module):
@@ -17,9 +17,8 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         rope = rope_config(config)
-        rope_dim = config.qk_pos_emb_head_dim if isinstance(config, MLATransformerConfig) else config.head_size
         self.amplitude = rope.amplitude
-        frequencies = torch.tensor(rope.inverse_frequencies(rope_dim), dtype=torch.float32)
+        frequencies = torch.tensor(rope.inverse_frequencies(config.rope_dim), dtype=torch.float32)
         self.register_buffer("inv_freq", frequencies, persistent=False)
 
     def forward(self, position_ids_T: Tensor) -> tuple[Tensor, Tensor]:
@@ -29,10 +28,10 @@ class RotaryEmbedding(nn.Module):
 
 def rope_config(config: TransformerConfig) -> RopeConfig:
     """Return the rotary positions that the config describes under Megatron's names."""
-    if not isinstance(config, MLATransformerConfig) or config.rope_type != "yarn":
+    if config.rope_type == "rope":
         return RopeConfig(rope_theta=config.rotary_base)
     return RopeConfig(
-        rope_type="yarn",
+        rope_type=config.rope_type,
         rope_theta=config.rotary_base,
         factor=config.rotary_scaling_factor,
         original_max_position_embeddings=config.original_max_position_embeddings,
@@ -40,9 +39,11 @@ def rope_config(config: TransformerConfig) -> RopeConfig:
         beta_slow=config.beta_slow,
         mscale=config.mscale,
         mscale_all_dim=config.mscale_all_dim,
+        low_freq_factor=config.rope_low_freq_factor,
+        high_freq_factor=config.rope_high_freq_factor,
     )
 
 
-def attention_scale(config: MLATransformerConfig) -> float:
+def attention_scale(config: TransformerConfig) -> float:
     """Return the factor on ``q k^T``."""
-    return rope_config(config).softmax_scale(config.qk_head_dim + config.qk_pos_emb_head_dim)
+    return rope_config(config).softmax_scale(config.softmax_head_size)

@@ -29,9 +29,9 @@ class ModelParallelConfig:
 
 @dataclass(frozen=True)
 class TransformerConfig(ModelParallelConfig):
-    """A decoder of dense and MoE layers: RMSNorm, SwiGLU, no biases, no dropout.
+    """A decoder of dense and MoE layers: RMSNorm, SwiGLU, no dropout, no biases but ``add_qkv_bias``.
 
-    Attention is grouped-query attention with rotary positions (Qwen3's), or latent in ``MLATransformerConfig``.
+    Attention is grouped-query attention with rotary positions, or latent in ``MLATransformerConfig``.
     """
 
     num_layers: int = 0
@@ -47,7 +47,18 @@ class TransformerConfig(ModelParallelConfig):
     num_query_groups: int | None = None  # heads of keys and values; None: as many as of queries
     kv_channels: int | None = None  # size of a head; None: hidden_size / num_attention_heads
     qk_layernorm: bool = False  # RMSNorm over each head of queries and keys
+    add_qkv_bias: bool = False  # biases of queries, keys and values
     rotary_base: float = 10000.0
+    rotary_percent: float = 1.0  # share of a head's channels, the first ones, that positions turn
+    rope_type: str = "rope"  # "yarn" and "llama3" stretch positions, see hf_formats/rope.py
+    rotary_scaling_factor: float = 1.0
+    original_max_position_embeddings: int = 4096  # context of pre-training, which is stretched
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    rope_low_freq_factor: float = 1.0  # llama3
+    rope_high_freq_factor: float = 4.0
     rotary_interleaved: bool = False  # rotate neighbours; False: rotate element i with element i + size/2 (NeoX)
     cp_comm_type: str | None = None  # context parallelism: "p2p" (also None), "all_gather" or "a2a"
     cp_send_latents: bool = False  # latent attention: latents travel, and ranks make the keys and values they need
@@ -102,6 +113,16 @@ class TransformerConfig(ModelParallelConfig):
         """Size of one head of queries, keys and values (grouped-query attention)."""
         return self.hidden_size // self.num_attention_heads if self.kv_channels is None else self.kv_channels
 
+    @property
+    def rope_dim(self) -> int:
+        """Channels of a head that rotary positions turn."""
+        return round(self.head_size * self.rotary_percent)
+
+    @property
+    def softmax_head_size(self) -> int:
+        """Width of a query or key head, whose root divides the scores."""
+        return self.head_size
+
     def is_moe_layer(self, layer: int) -> bool:
         """Whether global layer ``layer`` (0-based) has experts; layers of MTP are what the last layer is."""
         if self.num_moe_experts is None:
@@ -127,6 +148,8 @@ class TransformerConfig(ModelParallelConfig):
         if self.num_moe_experts is not None:
             found.extend(self._moe_problems(self.num_moe_experts))
         found.extend(self._attention_problems())
+        if self.rope_type not in ("rope", "yarn", "llama3"):
+            found.append(f"rope_type is {self.rope_type!r}; use 'rope', 'yarn' or 'llama3'")
         if self.cp_comm_type not in (None, "p2p", "all_gather", "a2a"):
             found.append(f"cp_comm_type is {self.cp_comm_type!r}; use None, 'p2p', 'all_gather' or 'a2a'")
         if self.cp_send_latents and not self.multi_latent_attention:
@@ -147,8 +170,11 @@ class TransformerConfig(ModelParallelConfig):
             found.append(
                 f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {heads}; give kv_channels"
             )
-        elif self.head_size % 2:
-            found.append(f"kv_channels is {self.head_size}; rotary positions need an even size")
+        elif self.rope_dim % 2 or not 0 < self.rotary_percent <= 1:
+            found.append(
+                f"kv_channels is {self.head_size} and rotary_percent {self.rotary_percent}; rotary positions need an "
+                "even number of a head's channels"
+            )
         return found
 
     def _moe_problems(self, num_experts: int) -> list[str]:
@@ -225,18 +251,23 @@ class MLATransformerConfig(TransformerConfig):
     qk_head_dim: int = 128  # the part of a head without position
     qk_pos_emb_head_dim: int = 64  # the rotary part of a head
     v_head_dim: int = 128
+    max_position_embeddings: int = 4096  # longest sequence the model is served with
     rope_type: str = "yarn"
     rotary_scaling_factor: float = 40.0
-    original_max_position_embeddings: int = 4096  # context of pre-training, which YaRN stretches
-    max_position_embeddings: int = 4096  # longest sequence the model is served with
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
     mscale: float = 0.707
     mscale_all_dim: float = 0.707
 
     @property
     def multi_latent_attention(self) -> bool:
         return True
+
+    @property
+    def rope_dim(self) -> int:
+        return self.qk_pos_emb_head_dim
+
+    @property
+    def softmax_head_size(self) -> int:
+        return self.qk_head_dim + self.qk_pos_emb_head_dim
 
     def _attention_problems(self) -> list[str]:
         return []
@@ -250,6 +281,4 @@ class MLATransformerConfig(TransformerConfig):
         )
         if self.qk_pos_emb_head_dim % 2:
             found.append(f"qk_pos_emb_head_dim is {self.qk_pos_emb_head_dim}; rotary positions need an even size")
-        if self.rope_type not in ("rope", "yarn"):
-            found.append(f"rope_type is {self.rope_type!r}; use 'rope' or 'yarn'")
         return found

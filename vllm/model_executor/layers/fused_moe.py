@@ -1,4 +1,4 @@
-"""A DeepSeek mixture of experts over the ranks of an engine.
+"""A mixture of experts over the ranks of an engine.
 
 With expert parallel, the experts are split over all TP x DP ranks, and tokens reach them in one of two ways
 (`expert_exchange`):
@@ -36,7 +36,7 @@ from vllm.model_executor.layers.token_share import TokenShare
 from vllm.model_executor.model_loader.weight_view import WeightView, view_of
 from vllm.ops.contract import KVCache, RolloutOps, RunBeside, run_when_asked
 from vllm.ops.weights import dense
-from vllm.transformers_utils.config import DeepseekV3Config, HFConfig
+from vllm.transformers_utils.config import HFConfig
 
 
 class DeepseekMLP(nn.Module):
@@ -71,7 +71,7 @@ SharedResult: TypeAlias = Callable[[], Tensor] | None
 class FusedMoE(nn.Module):
     """Router, routed experts of this rank, and shared experts."""
 
-    def __init__(self, hf: DeepseekV3Config, parallel: ParallelState, ops: RolloutOps) -> None:
+    def __init__(self, hf: HFConfig, parallel: ParallelState, ops: RolloutOps) -> None:
         super().__init__()
         self.hf, self.parallel, self.ops = hf, parallel, ops
         self.is_expert_parallel = parallel.config.enable_expert_parallel
@@ -82,7 +82,7 @@ class FusedMoE(nn.Module):
         # The router is computed in fp32 in every step, so its weight is held in fp32.
         self.gate = empty_parameter(hf.n_routed_experts, hf.hidden_size, dtype=torch.float32)
         self.e_score_correction_bias: nn.Parameter | None = None
-        if hf.scoring_func == "sigmoid":
+        if hf.has_expert_bias:
             self.e_score_correction_bias = empty_parameter(hf.n_routed_experts, dtype=torch.float32)
         self.w13 = ops.new_weight([width, width], hf.hidden_size, self.num_local_experts)
         self.w2 = ops.new_weight([hf.hidden_size], width, self.num_local_experts)

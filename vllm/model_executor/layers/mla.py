@@ -23,7 +23,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.model_loader.weight_view import WeightView
 from vllm.ops.contract import KVCache, RolloutOps, RunBeside, run_at_once
 from vllm.ops.weights import WeightCopies, dense
-from vllm.transformers_utils.config import DeepseekV3Config
+from vllm.transformers_utils.config import HFConfig
 
 
 class MultiHeadLatentAttention(nn.Module):
@@ -34,7 +34,7 @@ class MultiHeadLatentAttention(nn.Module):
     out for the call), or copies of these that follow it.
     """
 
-    def __init__(self, hf: DeepseekV3Config, parallel: ParallelState, ops: RolloutOps) -> None:
+    def __init__(self, hf: HFConfig, parallel: ParallelState, ops: RolloutOps) -> None:
         super().__init__()
         self.hf, self.ops, self.tp = hf, ops, parallel.tp
         self.scale = hf.rope.softmax_scale(hf.qk_head_dim)

@@ -1,8 +1,10 @@
-"""What the decoders have in common: embedding, layers, norm, head, and how weights get in."""
+"""The decoder of every model family: embedding, layers as the config describes them, norm, head; how weights get in.
+
+Numerics as transformers' classes of the same names.
+"""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import cast
 
@@ -73,7 +75,15 @@ class DecoderLayer(nn.Module):
         }
 
 
-class CausalLM(nn.Module, ABC):
+def _make_layer(hf: HFConfig, layer: int, parallel: ParallelState, ops: RolloutOps) -> DecoderLayer:
+    attention: MultiHeadLatentAttention | GroupedQueryAttention
+    attention = MultiHeadLatentAttention(hf, parallel, ops) if hf.is_mla else GroupedQueryAttention(hf, parallel, ops)
+    if hf.is_moe_layer(layer):
+        return DecoderLayer(hf, ops, attention, FusedMoE(hf, parallel, ops))
+    return DecoderLayer(hf, ops, attention, DeepseekMLP(hf.hidden_size, hf.intermediate_size, parallel.tp, ops))
+
+
+class CausalLM(nn.Module):
     """This rank's part of a model. Parameters are empty until `load_weights`.
 
     A tied head is the embedding's parameter; a checkpoint's copy of it is passed over.
@@ -85,7 +95,7 @@ class CausalLM(nn.Module, ABC):
         super().__init__()
         self.hf, self.ops, self.tp_size = hf, ops, parallel.tp.world_size
         self.embed_tokens = VocabParallelEmbedding(hf.vocab_size, hf.hidden_size, parallel.tp)
-        self.layers = nn.ModuleList(self.make_layer(layer, parallel) for layer in range(hf.num_hidden_layers))
+        self.layers = nn.ModuleList(_make_layer(hf, layer, parallel, ops) for layer in range(hf.num_hidden_layers))
         self.norm = Norm(hf.hidden_size)
         self.lm_head = ParallelLMHead(hf.vocab_size, hf.hidden_size, ops, parallel.tp)
         if hf.tie_word_embeddings:
@@ -96,17 +106,19 @@ class CausalLM(nn.Module, ABC):
     @property
     def prunes_last_layer(self) -> bool:
         """Whether the last layer heeds `ForwardContext.sampled_B`, and a kept token's results are the same bits."""
-        return False
+        return self.hf.is_mla and self.ops.prefill_equals_decode
 
-    @abstractmethod
-    def make_layer(self, layer: int, parallel: ParallelState) -> DecoderLayer:
-        """The layer number `layer`."""
-
-    @abstractmethod
     def new_kv_cache(
         self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, layout: str
     ) -> KVCache:
         """One layer's paged cache."""
+        hf = self.hf
+        if hf.is_mla:
+            sizes = (num_blocks, block_size, hf.kv_lora_rank, hf.qk_rope_head_dim)
+            return self.ops.new_kv_cache(*sizes, dtype, device, layout)
+        assert layout == "nd", layout  # the config refuses others
+        num_heads = hf.kv_heads_of_rank(self.tp_size)
+        return self.ops.new_gqa_cache(num_blocks, block_size, num_heads, hf.head_dim, dtype, device)
 
     def forward(self, ids_T: Tensor, kv_caches: list[KVCache], context: ForwardContext) -> Tensor:
         """Hidden states [T, H] before the final norm, of the tokens that the last layer keeps. ids_T int64 [T].

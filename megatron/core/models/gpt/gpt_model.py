@@ -220,9 +220,10 @@ def layout_problems(config: TransformerConfig, layout: ParallelLayout) -> list[s
             f"moe_ffn_hidden_size {config.moe_ffn_hidden_size} does not divide over expert_tensor_parallel_size "
             f"{etp_size}"
         )
-    if not config.multi_latent_attention and config.query_groups % tp_size:
+    if not config.multi_latent_attention and config.query_groups % tp_size and tp_size % config.query_groups:
         problems.append(
-            f"num_query_groups {config.query_groups} does not divide over tensor_model_parallel_size {tp_size}"
+            f"num_query_groups {config.query_groups} neither divides over tensor_model_parallel_size {tp_size} nor "
+            "divides it"
         )
     if layout.mla_down_proj_column_parallel:
         problems += _down_projection_problems(config, tp_size)
@@ -255,9 +256,10 @@ def _head_problems(config: TransformerConfig, tp_size: int, cp_size: int) -> lis
             f"num_attention_heads {heads} does not divide over tensor_model_parallel_size {tp_size} times "
             f"context_parallel_size {cp_size}, as cp_comm_type 'a2a' needs; use 'p2p' or 'all_gather'"
         )
-    if not config.multi_latent_attention and groups // tp_size % cp_size and cp_size % max(1, groups // tp_size):
+    groups_here = max(1, groups // tp_size)
+    if not config.multi_latent_attention and groups_here % cp_size and cp_size % groups_here:
         found.append(
-            f"num_query_groups {groups}: {groups // tp_size} of a tensor-parallel rank neither divide over "
+            f"num_query_groups {groups}: {groups_here} of a tensor-parallel rank neither divide over "
             f"context_parallel_size {cp_size} nor divide it; use cp_comm_type 'p2p' or 'all_gather'"
         )
     return found
