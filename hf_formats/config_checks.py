@@ -24,7 +24,7 @@ def config_problems(raw: Mapping[str, Any], family: Family) -> list[str]:
     found = []
     for key in DECODER_SIZES + family.sizes:
         value = raw.get(key)
-        if not is_int(value) or value <= 0:
+        if value is None or not is_int(value) or value <= 0:
             found.append(f"{key} is {value!r}; a positive integer is needed" if key in raw else f"{key} is missing")
     if raw.get("hidden_act", "silu") != "silu":
         found.append(f"hidden_act is {raw.get('hidden_act')!r}; only silu is supported")

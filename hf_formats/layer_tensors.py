@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from hf_formats.config import HFModelConfig
 
 Split: TypeAlias = Literal[0, 1, "kv_heads"] | None
-"""The dimension that is cut, "kv_heads" for dimension 0 by heads of keys and values, None for a tensor that is whole."""
+"""The dimension that is cut; "kv_heads": dimension 0, by heads of keys and values; None: the tensor is whole."""
 
 
 class LayerTensor(NamedTuple):

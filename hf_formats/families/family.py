@@ -1,8 +1,8 @@
 """What a model family is, and the parts that its description is made of: attention, experts, positions.
 
-A description says which keys of config.json a ``model_type`` has, what they mean (fields of ``HFModelConfig``) and which
-of their values nobody can honour. Both engines, the weight plan, conversion, weight sync, export and the planner read
-the fields and know no family by name.
+A description says which keys of config.json a ``model_type`` has, what they mean (fields of ``HFModelConfig``) and
+which of their values nobody can honour. Both engines, the weight plan, conversion, weight sync, export and the planner
+read the fields and know no family by name.
 """
 
 from __future__ import annotations

@@ -32,9 +32,7 @@ def write_model(folder: Path, model: str | Config, seed: int, dtype: torch.dtype
     """Write a model, one of ``CONFIGS`` or another; its folder, and one of the same weights in transformers' words."""
     config = CONFIGS[model] if isinstance(model, str) else model
     write_tiny_checkpoint(folder / "ours", config, seed, dtype)
-    changes = next(
-        (module.AS_TRANSFORMERS for module in _MODULES if isinstance(model, str) and model in module.CONFIGS), {}
-    )
+    changes = next((found.AS_TRANSFORMERS for found in _MODULES if config in found.CONFIGS.values()), {})
     if not changes:
         return folder / "ours", folder / "ours"
     theirs = folder / "theirs"

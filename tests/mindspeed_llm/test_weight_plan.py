@@ -184,12 +184,9 @@ def test_groups_of_query_heads_follow_one_another() -> None:
     assert "lm_head.weight" not in hf_tensors(tied)
     assert "output_layer.weight" not in {tensor.name for tensor in local_plan(tied, layout, 1)}
     four = ParallelLayout(world_size=4, tensor_model_parallel_size=4)
-    [names] = [
-        tensor.shards
-        for tensor in local_plan(hf, four, 1)
-        if tensor.name.endswith("0.self_attention.linear_qkv.weight")
-    ]
-    found = [(shard.hf_name.rsplit(".", 2)[1], shard.ranges[0], shard.local_ranges[0]) for shard in names]
+    plan = {tensor.name: tensor for tensor in local_plan(hf, four, 1)}
+    qkv = plan["decoder.layers.2.self_attention.linear_qkv.weight"]
+    found = [(shard.hf_name.rsplit(".", 2)[1], shard.ranges[0], shard.local_ranges[0]) for shard in qkv.shards]
     assert found == [("k_proj", (0, 24), (0, 24)), ("v_proj", (0, 24), (24, 48))]  # the second half of the first group
     three = ParallelLayout(world_size=3, tensor_model_parallel_size=3)
     assert "num_key_value_heads 2 neither divides by 3 nor divides it" in plan_problems(hf, three)
