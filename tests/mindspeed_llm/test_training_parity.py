@@ -25,11 +25,11 @@ from mindspeed_llm.hf_checkpoint import HFCheckpoint
 from mindspeed_llm.load_weights import load_weights
 from mindspeed_llm.model import build_model
 from mindspeed_llm.weight_plan import local_plan
-from tests.families import CONFIGS, write_model
 from tests.megatron.model_helpers import PackedBatch, one_process_groups, packed_batch
 from tests.mindspeed_llm.gradients import hf_gradients
 from tests.mindspeed_llm.tiny import tiny_hf_config
 from tests.mindspeed_llm.transformers_side import ADAM, BETAS, EPS, MAX_NORM, Theirs, largest_difference
+from tests.tiny_models import CONFIGS, write_model
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "deepseek-v3 without q-lora": tiny_hf_config(q_lora_rank=None),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,21 +16,8 @@ from mindspeed_llm.load_weights import load_weights
 from mindspeed_llm.model import build_model
 from mindspeed_llm.weight_plan import local_plan
 from tests.megatron.model_helpers import PackedBatch, packed_batch
-from tests.mindspeed_llm.tiny import (
-    tiny_hf_config,
-    tiny_moonlight_config,
-    tiny_qwen3_config,
-    tiny_v2_lite_config,
-    write_tiny_checkpoint,
-)
-
-MODELS: dict[str, dict[str, Any]] = {
-    "deepseek-v3": tiny_hf_config(),
-    "moonlight": tiny_moonlight_config(),
-    "deepseek-v2-lite": tiny_v2_lite_config(),
-    "qwen3": tiny_qwen3_config(),
-    "qwen3 tied": tiny_qwen3_config(tie_word_embeddings=True),
-}
+from tests.mindspeed_llm.tiny import write_tiny_checkpoint
+from tests.tiny_models import CONFIGS
 
 
 def _loss_and_gradients(
@@ -46,9 +32,9 @@ def _loss_and_gradients(
     return loss.item(), {name: param.grad.cpu() for name, param in model.named_parameters()}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_native_equals_reference(name: str, groups: ProcessGroups, tmp_path: Path) -> None:
-    write_tiny_checkpoint(tmp_path, MODELS[name], seed=3)
+    write_tiny_checkpoint(tmp_path, CONFIGS[name], seed=3)
     batch = packed_batch([9, 20, 1, 14], 128)
     loss, grads = _loss_and_gradients(tmp_path, groups, train_ops(), "npu:0", batch)
     expected_loss, expected_grads = _loss_and_gradients(tmp_path, groups, reference_ops(), "cpu", batch)

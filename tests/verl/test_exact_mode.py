@@ -25,16 +25,11 @@ from mindspeed_llm.model import build_model
 from mindspeed_llm.weight_plan import local_plan
 from recipes.common.base_model import HF_CONFIG
 from tests.megatron.model_helpers import one_process_groups
-from tests.mindspeed_llm.tiny import (
-    tiny_hf_config,
-    tiny_moonlight_config,
-    tiny_qwen3_config,
-    tiny_v2_lite_config,
-    write_tiny_checkpoint,
-)
+from tests.mindspeed_llm.tiny import tiny_hf_config, write_tiny_checkpoint
 from tests.parallel.launcher import run_ranks
 from tests.parallel.test_grpo_step import ENGINE, config_overrides
 from tests.parallel.test_grpo_step import prompts as worker_prompts
+from tests.tiny_models import CONFIGS, PLAIN
 from tests.vllm.tiny import write_checkpoint
 from verl.protocol import DataProto
 from verl.trainer.config import load_config, validate_config
@@ -145,12 +140,9 @@ def test_512_samples_of_the_recipe_differ_by_zero(groups: ProcessGroups, tmp_pat
         assert differences(batch, actor.compute_log_prob(batch, max_token_len=budget)) == 0.0
 
 
-MODELS = {"qwen3": tiny_qwen3_config, "deepseek-v2-lite": tiny_v2_lite_config, "moonlight": tiny_moonlight_config}
-
-
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["deepseek-v2-lite", "moonlight", *PLAIN])
 def test_other_models_differ_by_zero(groups: ProcessGroups, tmp_path: Path, model: str) -> None:
-    config = MODELS[model]()
+    config = CONFIGS[model]
     write_tiny_checkpoint(tmp_path, config, seed=1, dtype=torch.float32)
     prompts = make_prompts(5, config["vocab_size"])
     llm = make_llm(str(tmp_path), max_num_seqs=5, max_num_batched_tokens=64)

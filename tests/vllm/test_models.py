@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.families import CONFIGS, write_model
 from tests.mindspeed_llm.tiny import tiny_qwen3_config, tiny_v2_lite_config, write_tiny_checkpoint
 from tests.parallel.launcher import run_ranks
+from tests.tiny_models import CONFIGS, write_model
 from tests.vllm.test_parity import as_inputs, assert_same, check_greedy, make_prompts
 from tests.vllm.tiny import hf_logits, hf_model, write_checkpoint
 from vllm import LLM, SamplingParams

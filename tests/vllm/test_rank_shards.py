@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.mindspeed_llm.tiny import tiny_hf_config, tiny_moonlight_config, tiny_qwen3_config, tiny_v2_lite_config
+from tests.mindspeed_llm.tiny import tiny_hf_config, tiny_v2_lite_config
+from tests.tiny_models import CONFIGS, PLAIN
 from tests.vllm.fp8_tiny import WIDE
 from vllm.config import ParallelConfig
 from vllm.distributed.parallel_state import GroupCoordinator, ParallelState
@@ -22,11 +23,9 @@ from vllm.ops.contract import resolve
 from vllm.transformers_utils.config import HFConfig, load_config
 
 MODEL_CONFIGS: dict[str, dict[str, Any]] = {
-    "deepseek_v3": tiny_hf_config(num_nextn_predict_layers=1),
-    "moonlight": tiny_moonlight_config(),
-    "v2_lite": tiny_v2_lite_config(first_k_dense_replace=0),
-    "qwen3": tiny_qwen3_config(),
-    "qwen3 tied": tiny_qwen3_config(tie_word_embeddings=True),
+    **{name: CONFIGS[name] for name in (*PLAIN, "moonlight", "qwen3 tied")},
+    "deepseek-v3": tiny_hf_config(num_nextn_predict_layers=1),
+    "deepseek-v2-lite": tiny_v2_lite_config(first_k_dense_replace=0),
     "several blocks": WIDE,
 }
 # (TP, DP, world, experts over the ranks of an instance)

@@ -173,12 +173,17 @@ def topk_router(
     scoring: str,
 ) -> tuple[Tensor, Tensor]:
     assert scoring in ("sigmoid", "softmax"), scoring
-    is_sigmoid = scoring == "sigmoid"
-    scores_TE = exact_math.sigmoid(logits_TE) if is_sigmoid else exact_math.softmax(logits_TE)
+    is_sigmoid, of_chosen = scoring == "sigmoid", scoring == "softmax" and normalize
+    if is_sigmoid:
+        scores_TE = exact_math.sigmoid(logits_TE)
+    else:  # normalised weights are the softmax over the chosen logits, which is how training computes them
+        scores_TE = logits_TE if of_chosen else exact_math.softmax(logits_TE)
     best_of_group = 2 if is_sigmoid else 1
     ids_TK = exact_math.choose_experts(scores_TE, bias_E, top_k, num_groups, topk_groups, best_of_group)
     weights_TK = scores_TE.gather(1, ids_TK)
-    if normalize:
+    if of_chosen:
+        weights_TK = exact_math.softmax(weights_TK)
+    elif normalize:
         weights_TK = weights_TK / (exact_math.in_order(weights_TK) + 1e-20)
     return weights_TK * scaling, ids_TK
 

@@ -1,4 +1,4 @@
-"""Tiny models of every family's real form, one file each; what is tested here holds for all of them.
+"""Tiny models of every family's real form, from the files of ``tests/families``, one for each.
 
 A family's file has ``CONFIGS``, name -> config.json, whose first entry is the plain form, and ``AS_TRANSFORMERS``, keys
 that transformers needs otherwise (a model that it knows under another name).
@@ -19,8 +19,8 @@ from tests.mindspeed_llm.tiny import write_tiny_checkpoint
 
 Config = dict[str, Any]
 _MODULES: list[ModuleType] = [
-    importlib.import_module(f"{__name__}.{found.name}")
-    for found in pkgutil.iter_modules(__path__)
+    importlib.import_module(f"tests.families.{found.name}")
+    for found in pkgutil.iter_modules([str(Path(__file__).with_name("families"))])
     if not found.name.startswith("test_")
 ]
 CONFIGS: dict[str, Config] = {name: config for module in _MODULES for name, config in module.CONFIGS.items()}
