@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.npu.op_parity import BF16, FP32, Call, Entry, Maker
-from vllm.ops.contract import DecodeMetadata, KVCache, PrefillMetadata, RolloutOps
+from vllm.ops.contract import DecodeMetadata, HeadNorms, KVCache, PrefillMetadata, RolloutOps
 from vllm_ascend.ops.kv_layout import pack
 
 
@@ -167,21 +167,34 @@ def router_of_softmax_scores(new: Maker, size: Sizes) -> Call:
 
 
 def gqa_write(new: Maker, size: Sizes) -> Call:
-    """The queries, and all slots of the cache, keys before values, after a write to scattered ones."""
+    """The queries, and all slots of the cache, keys before values, after a write to scattered ones: with norms, with
+    biases, and with biases and half of the channels turned.
+    """
     kv_heads, channels = 2, size.rope
 
-    def run(ops: RolloutOps, qkv: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
-        q_weight, k_weight, cos, sin, slots = rest
-        blocks = -(-2 * size.tokens // size.block_size)
-        cache = ops.new_gqa_cache(blocks, size.block_size, kv_heads, channels, qkv.dtype, qkv.device)
-        q = ops.norm_rope_write_gqa(cache, qkv[:, 3:], q_weight, k_weight, 1e-6, cos, sin, slots)
-        return q, torch.cat([pages.flatten(0, 1).flatten(1) for pages in cache], -1)
+    def run(ops: RolloutOps, qkv: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        q_weight, k_weight, bias_MD, cos, sin, half_cos, half_sin, slots = rest
+        found: list[Tensor] = []
+        for bias, norms, angles in (
+            (None, HeadNorms(q_weight, k_weight, 1e-6), (cos, sin)),
+            (bias_MD, None, (cos, sin)),
+            (bias_MD, HeadNorms(q_weight, k_weight, 1e-6), (half_cos, half_sin)),
+        ):
+            blocks = -(-2 * size.tokens // size.block_size)
+            cache = ops.new_gqa_cache(blocks, size.block_size, kv_heads, channels, qkv.dtype, qkv.device)
+            qkv_TMD = qkv[:, 3:].unflatten(1, (-1, channels))
+            found.append(ops.rope_write_gqa(cache, qkv_TMD, bias, norms, *angles, slots))
+            found.append(torch.cat([pages.flatten(0, 1).flatten(1) for pages in cache], -1))
+        return tuple(found)
 
     with new.mode:
         slots = torch.arange(size.tokens).flip(0) * 2
-    angles = (table.repeat(1, 2) for table in new.angles(size.tokens, channels // 2))
-    qkv = new.floats(size.tokens, 3 + (size.heads * 2 + 2 * kv_heads) * channels)
-    return Call(run, [qkv, new.floats(channels), new.floats(channels), *angles, slots])
+    angles = [table.repeat(1, 2) for table in new.angles(size.tokens, channels // 2)]
+    half_angles = [table.repeat(1, 2) for table in new.angles(size.tokens, channels // 4)]
+    heads = size.heads * 2 + 2 * kv_heads
+    qkv = new.floats(size.tokens, 3 + heads * channels)
+    weights = [new.floats(channels), new.floats(channels), new.floats(heads, channels)]
+    return Call(run, [qkv, *weights, *angles, *half_angles, slots])
 
 
 def new_gqa_cache(new: Maker, size: Sizes) -> Call:
@@ -292,9 +305,7 @@ CASES: dict[str, Entry] = {
         tolerance={FP32: 1e-5, BF16: 1e-2},
     ),
     "new_gqa_cache": _entry(new_gqa_cache),
-    "norm_rope_write_gqa": _entry(
-        gqa_write, npu_ops=("npu_rms_norm", "npu_rotary_mul"), tolerance={FP32: 1e-5, BF16: 2e-2}
-    ),
+    "rope_write_gqa": _entry(gqa_write, npu_ops=("npu_rms_norm", "npu_rotary_mul"), tolerance={FP32: 1e-5, BF16: 2e-2}),
     "gqa_prefill": _entry(gqa_prefill, npu_ops=("npu_fusion_attention",), tolerance={FP32: 1e-5, BF16: 1e-2}),
     "gqa_decode": _entry(
         gqa_decode,

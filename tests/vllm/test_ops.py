@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm.ops.contract import DecodeMetadata, PrefillMetadata, resolve
+from vllm.ops.contract import DecodeMetadata, HeadNorms, PrefillMetadata, resolve
 from vllm.ops.reference import rollout_ops, write_kv
 
 N, P, R, L, V, BLOCK = 3, 10, 6, 12, 8, 4
@@ -176,24 +176,32 @@ def test_grouped_query_attention(lens: list[tuple[int, int]]) -> None:
             torch.testing.assert_close(out[rows], expected, atol=1e-5, rtol=1e-5)
 
 
-def test_cache_holds_normed_and_turned_keys_beside_values() -> None:
-    heads, kv_heads, half = 4, 2, R // 2
+@pytest.mark.parametrize(
+    ("width", "is_biased", "is_normed"), [(R, False, True), (R, True, False), (R - 2, True, True)]
+)
+def test_cache_holds_turned_keys_beside_values(width: int, is_biased: bool, is_normed: bool) -> None:
+    """``width`` of a head's R channels are turned."""
+    heads, kv_heads, half = 4, 2, width // 2
     angles = torch.rand(5, half) * 6
     cos, sin = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
-    qkv, (q_weight, k_weight) = torch.randn(5, 3 + (heads + 2 * kv_heads) * R)[:, 3:], torch.rand(2, R)
+    qkv = torch.randn(5, 3 + (heads + 2 * kv_heads) * R)[:, 3:].unflatten(1, (-1, R))
+    norms = HeadNorms(*torch.rand(2, R), 1e-3) if is_normed else None
+    bias = torch.randn(qkv.shape[1:]) if is_biased else None
     (pages,) = cache = OPS.new_gqa_cache(3, BLOCK, kv_heads, R, torch.float32, torch.device("cpu"))
     slots = torch.tensor([7, 0, 11, 2, 5])
-    q = OPS.norm_rope_write_gqa(cache, qkv, q_weight, k_weight, 1e-3, cos, sin, slots)
+    q = OPS.rope_write_gqa(cache, qkv, bias, norms, cos, sin, slots)
 
-    def turned(x: Tensor, weight: Tensor) -> Tensor:
-        x = x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight
-        first, second, c, s = x[..., :half], x[..., half:], angles[:, None].cos(), angles[:, None].sin()
-        return torch.cat((first * c - second * s, second * c + first * s), dim=-1)
+    def turned(x: Tensor, weight: Tensor | None) -> Tensor:
+        if weight is not None:
+            x = x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight
+        first, second, c, s = x[..., :half], x[..., half:width], angles[:, None].cos(), angles[:, None].sin()
+        return torch.cat((first * c - second * s, second * c + first * s, x[..., width:]), dim=-1)
 
-    q_in, k_in, v_in = qkv.unflatten(1, (-1, R)).split((heads, kv_heads, kv_heads), dim=1)
-    torch.testing.assert_close(q, turned(q_in, q_weight))
+    biased = qkv if bias is None else qkv + bias
+    q_in, k_in, v_in = biased.split((heads, kv_heads, kv_heads), dim=1)
+    torch.testing.assert_close(q, turned(q_in, norms and norms.q_weight_D))
     expected = torch.zeros(3 * BLOCK, 2, kv_heads, R)
-    expected[slots] = torch.stack((turned(k_in, k_weight), v_in), dim=1)
+    expected[slots] = torch.stack((turned(k_in, norms and norms.k_weight_D), v_in), dim=1)
     torch.testing.assert_close(pages.flatten(0, 1), expected)
 
 

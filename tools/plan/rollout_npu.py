@@ -162,10 +162,7 @@ def rope_write_gqa(
 def _turned(x_TND: Tensor, width: int) -> Tensor:
     turned, kept = x_TND.tensor_split((width,), dim=-1)
     turned = torch.empty_like(turned.contiguous())
-    if not kept.shape[-1]:
-        return turned
-    launched()
-    return torch.cat((turned, kept), dim=-1)
+    return torch.cat((turned, kept), dim=-1) if kept.shape[-1] else turned
 
 
 def gqa_decode(q_BND: Tensor, cache: KVCache, meta: DecodeMetadata, scale: float) -> Tensor:
