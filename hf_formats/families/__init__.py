@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hf_formats.families import deepseek, llama, qwen2, qwen3, qwen3_moe
+from hf_formats.families import deepseek, glm4_moe, kimi_k2, llama, qwen2, qwen3, qwen3_moe
 from hf_formats.families.family import Family
 
 FAMILIES = {
@@ -17,6 +17,8 @@ FAMILIES = {
         qwen2.FAMILY,
         llama.FAMILY,
         qwen3_moe.FAMILY,
+        glm4_moe.FAMILY,
+        kimi_k2.FAMILY,
     )
 }
 """model_type of config.json -> its description"""
