@@ -116,6 +116,36 @@ QWEN3_8B = QWEN3_0_6B | {
     "num_attention_heads": 32,
     "tie_word_embeddings": False,
 }
+QWEN2_5_0_5B = QWEN3_0_6B | {
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "head_dim": None,
+}
+LLAMA_3_1_8B = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+}
+QWEN3_30B_A3B = QWEN3_8B | {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "norm_topk_prob": True,
+}
 DEEPSEEK_V2_LITE = {
     "model_type": "deepseek_v2",
     "vocab_size": 102400,
@@ -139,7 +169,14 @@ DEEPSEEK_V2_LITE = {
 
 @pytest.mark.parametrize(
     ("raw", "num_params"),
-    [(QWEN3_0_6B, 596_049_920), (QWEN3_8B, 8_190_735_360), (DEEPSEEK_V2_LITE, 15_706_484_224)],
+    [
+        (QWEN3_0_6B, 596_049_920),
+        (QWEN3_8B, 8_190_735_360),
+        (QWEN2_5_0_5B, 494_032_768),
+        (LLAMA_3_1_8B, 8_030_261_248),
+        (QWEN3_30B_A3B, 30_532_122_624),
+        (DEEPSEEK_V2_LITE, 15_706_484_224),
+    ],
 )
 def test_published_models_have_their_published_sizes(raw: dict[str, Any], num_params: int) -> None:
     assert sum(math.prod(shape) for shape, _ in hf_tensors(parse_hf_config(raw)).values()) == num_params

@@ -176,9 +176,7 @@ def test_grouped_query_attention(lens: list[tuple[int, int]]) -> None:
             torch.testing.assert_close(out[rows], expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("width", "is_biased", "is_normed"), [(R, False, True), (R, True, False), (R - 2, True, True)]
-)
+@pytest.mark.parametrize(("width", "is_biased", "is_normed"), [(R, False, True), (R, True, False), (R - 2, True, True)])
 def test_cache_holds_turned_keys_beside_values(width: int, is_biased: bool, is_normed: bool) -> None:
     """``width`` of a head's R channels are turned."""
     heads, kv_heads, half = 4, 2, width // 2
