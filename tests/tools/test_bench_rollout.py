@@ -19,7 +19,13 @@ TINY = "--threads 1 --num-prompts 4 --prompt-lengths 2 5 --new-tokens 8"
 @pytest.mark.parametrize(
     ("ops", "of_both", "of_ours", "failing"),
     [
-        ("--rollout-ops vllm.ops.reference:rollout_ops", ["mixed", "shared", "prefill"], ["host_growth"], ["vllm"]),
+        pytest.param(
+            "--rollout-ops vllm.ops.reference:rollout_ops",
+            ["mixed", "shared", "prefill"],
+            ["host_growth"],
+            ["vllm"],
+            marks=pytest.mark.slow,
+        ),
         # Our kernels, compiled anew, which a step of ours runs; text and growth, which host_growth has.
         pytest.param(
             "", ["mixed", "shared", "prefill", "host3"], ["growth", "host_growth"], [], marks=pytest.mark.slow

@@ -30,7 +30,13 @@ def run_pytest(folder: Path, source: str, *arguments: str) -> subprocess.Complet
     )
 
 
-@pytest.mark.parametrize("arguments", [(), ("-n", "2")], ids=["one process", "two workers"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param((), id="one process", marks=pytest.mark.slow),
+        pytest.param(("-n", "2"), id="two workers"),  # as the default run is
+    ],
+)
 def test_a_process_left_behind_fails_the_run_and_is_ended(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     done = run_pytest(tmp_path, LEAVES_ONE, *arguments)
     pid = int((tmp_path / "pid").read_text())
