@@ -137,7 +137,7 @@ def test_a_users_own_files_are_checked_with_everything_else(
     (tmp_path / "model").mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "model" / name).write_text("{}")
-    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 32}))
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "mamba", "num_hidden_layers": 32}))
     (tmp_path / "reward.py").write_text("def score(data_source, solution_str): return 1.0")
     environment = {"MODEL_PATH": tmp_path / "model", "JSON_PATH": tmp_path / "no.json", "OUTPUT_DIR": tmp_path / "out"}
     reward = f"custom_reward_function.path={tmp_path / 'reward.py'}"
@@ -151,7 +151,7 @@ def test_a_users_own_files_are_checked_with_everything_else(
     for expected in (
         "trainer.logger names clearml, but its package is not installed",
         "no.json: no such file",
-        "model_type 'llama' is not supported; supported: deepseek_v3",
+        "model_type 'mamba' is not supported; supported: deepseek_v3",
         "reward.py defines no 'compute_score'; it defines score",
         f"global_step_7 does not exist; there is no complete checkpoint in {tmp_path / 'run'}",
     ):

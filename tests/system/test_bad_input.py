@@ -164,7 +164,7 @@ def test_everything_wrong_is_in_one_message(prepared: Prepared, tmp_path: Path) 
     (tmp_path / "model").mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "model" / name).write_text("{}")
-    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "mamba"}))
     (tmp_path / "reward.py").write_text("def compute_score(a, b:\n    return 1\n")
     (tmp_path / "checkpoints").mkdir()
     wrong = {"JSON_PATH": tmp_path / "absent.json", "MODEL_PATH": tmp_path / "model", "NNODES": "two"}
@@ -191,7 +191,7 @@ def test_everything_wrong_is_in_one_message(prepared: Prepared, tmp_path: Path) 
         "world size 3 is not a multiple of",
         "trainer.logger is ['absent']; expected names out of",
         f"JSON_PATH {tmp_path / 'absent.json'}: no such file",
-        "model_type 'llama' is not supported; supported: deepseek_v3",
+        "model_type 'mamba' is not supported; supported: deepseek_v3",
         "reward.py is not Python in line 1: '(' was never closed",
         f"data.custom_cls: {tmp_path / 'absent.py'} does not exist",
         f"global_step_7 does not exist; there is no complete checkpoint in {tmp_path / 'checkpoints'}",

@@ -226,6 +226,7 @@ def flip(part: Tensor, element: int, bit: int) -> None:
     bits[index] = bits[index] ^ one
 
 
+@pytest.mark.timeout(600)  # above that of the ranks, whose stacks are then told
 @pytest.mark.parametrize("num_flips", [50, pytest.param(1000, marks=pytest.mark.slow)])
 def test_every_flipped_bit_is_found_and_named(num_flips: int, tmp_path: Path) -> None:
     write_tiny_checkpoint(tmp_path, LATENT, seed=1, dtype=torch.float32)

@@ -66,9 +66,9 @@ def test_the_command_serves_from_any_directory(
 def test_what_stops_the_start_is_one_message(
     checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    llama = Path(shutil.copytree(checkpoint, tmp_path / "llama"))
-    config = json.loads((llama / "config.json").read_text())
-    (llama / "config.json").write_text(json.dumps(config | {"model_type": "llama", "architectures": ["LlamaFor"]}))
+    mamba = Path(shutil.copytree(checkpoint, tmp_path / "mamba"))
+    config = json.loads((mamba / "config.json").read_text())
+    (mamba / "config.json").write_text(json.dumps(config | {"model_type": "mamba", "architectures": ["MambaFor"]}))
     cut = Path(shutil.copytree(checkpoint, tmp_path / "cut"))
     for file in cut.glob("*.safetensors"):
         os.truncate(file, 100)
@@ -79,7 +79,7 @@ def test_what_stops_the_start_is_one_message(
         port = str(taken.getsockname()[1])
         wrong: dict[str, list[str]] = {
             "MODEL=deepseek-ai/DeepSeek-R1 is not a directory": ["deepseek-ai/DeepSeek-R1"],
-            "model_type 'llama' is not supported; supported: deepseek_v3": [str(llama)],
+            "model_type 'mamba' is not supported; supported: deepseek_v3": [str(mamba)],
             "is truncated or not safetensors": [str(cut)],
             "temperature=-1 must be 0": [str(odd)],
             f"cannot listen on 127.0.0.1:{port}: Address already in use; choose another --port": [
