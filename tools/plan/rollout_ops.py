@@ -97,7 +97,7 @@ def rollout_ops(kind: str, spread: Spread, token: int, log: CollectiveLog) -> Ro
     else:
         table = reference.rollout_ops()
     given = _Given(kind, table, spread, token, log)
-    names = ("norm_rope_write_kv", "topk_router", "fused_experts", "exchanged_experts", "sample")
+    names = ("norm_rope_write_kv", "rope_write_gqa", "topk_router", "fused_experts", "exchanged_experts", "sample")
     return replace(table, **{name: getattr(given, name) for name in names})
 
 
@@ -120,6 +120,10 @@ class _Given:
     def norm_rope_write_kv(self, cache: KVCache, kv_TD: Tensor, *others: Any) -> None:
         self.step_tokens = len(kv_TD)
         self.table.norm_rope_write_kv(cache, kv_TD, *others)
+
+    def rope_write_gqa(self, cache: KVCache, qkv_TMD: Tensor, *others: Any) -> Tensor:
+        self.step_tokens = len(qkv_TMD)
+        return self.table.rope_write_gqa(cache, qkv_TMD, *others)
 
     def topk_router(self, logits_TE: Tensor, bias_E: Tensor | None, top_k: int, *others: Any) -> tuple[Tensor, Tensor]:
         weights_TK, _ = self.table.topk_router(logits_TE, bias_E, top_k, *others)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from hf_formats.config import HFModelConfig, parse_hf_config
-from hf_formats.families import FAMILIES
-from hf_formats.rope import RopeConfig
+from hf_formats.config import HFModelConfig, load_hf_config
 from megatron.core.parallel_layout import ParallelLayout
 from tools.plan.devices import DeviceProfile, load_device
 from tools.plan.timing.run_shape import Lengths, MicroBatches, RolloutShape, RunShape, TrainShape
@@ -50,12 +47,8 @@ def published_runs(path: Path = TABLE) -> list[PublishedRun]:
 
 
 def published_model(name: str) -> HFModelConfig:
-    """The figures of a model of ``models/``; of one that this repository does not train, those that cost time."""
-    raw = json.loads((MODELS / name / "config.json").read_text(encoding="utf-8"))
-    if raw["model_type"] in FAMILIES:
-        return parse_hf_config(raw, source=name)
-    absent: dict[str, Any] = {field.name: 0 for field in fields(HFModelConfig)}
-    return HFModelConfig(**{**absent, "q_lora_rank": None, "rope": RopeConfig(), "quant_method": None, **raw})
+    """The figures of a model of ``models/``."""
+    return load_hf_config(MODELS / name)
 
 
 def _run(row: dict[str, Any]) -> PublishedRun:

@@ -206,8 +206,9 @@ class _Training:
         if tp > 1:
             spent += 4 * self.links.gather(batch.waited / cp * self.work.hidden * WEIGHT_BYTES, self._group("tp"))
         if cp > 1:
-            width = 2.0 * model.num_attention_heads * (model.v_head_dim or model.head_dim)
-            spent += self.links.gather(batch.waited * width * WEIGHT_BYTES / tp, self._group("cp"))
+            heads_here = max(1.0, model.num_key_value_heads / tp)
+            width = 2.0 * heads_here * (model.v_head_dim or model.head_dim)
+            spent += self.links.gather(batch.waited * width * WEIGHT_BYTES, self._group("cp"))
         return spent
 
     def optimizer(self) -> float:

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from math import log, sqrt
+from math import log, prod, sqrt
+from typing import Any
 
 from hf_formats.config import HFModelConfig
+from hf_formats.layer_tensors import layer_tensors
 
 
 @dataclass(frozen=True)
 class LayerWork:
-    """Parameters of one layer's parts, and operations of attention itself."""
+    """Parameters of the matrices of one layer's parts, and operations of attention itself."""
 
     attention: float  # projections
-    latent_down: float  # those of them that project down to latents, which tensor parallelism may leave whole
-    latent_norms: float  # norms of latents, or of heads; not among the projections
     dense_mlp: float  # of a layer without experts
     expert: float  # one routed expert
     shared: float  # the shared experts
@@ -71,7 +71,7 @@ def model_work(hf: HFModelConfig) -> ModelWork:
     """The work of ``hf``; multi-token-prediction modules are not counted."""
     hidden = hf.hidden_size
     return ModelWork(
-        layer=_latent_layer(hf) if hf.is_mla else _grouped_query_layer(hf),
+        layer=LayerWork(**_matrices(hf), **(_latent_scores(hf) if hf.is_mla else _grouped_query_scores(hf))),
         num_layers=hf.num_hidden_layers,
         num_dense=hf.num_hidden_layers - hf.num_moe_layers,
         num_experts=hf.n_routed_experts,
@@ -105,46 +105,35 @@ def busiest_rank(num_experts: int, num_ranks: int, load_spread: float) -> float:
     return 1.0 + load_spread * sqrt(num_ranks / num_experts) * sqrt(2.0 * log(num_ranks))
 
 
-def _latent_layer(hf: HFModelConfig) -> LayerWork:
-    heads, hidden = hf.num_attention_heads, hf.hidden_size
-    query_out = heads * hf.qk_head_dim
-    q_rank = hf.q_lora_rank or 0
-    query = q_rank * query_out if q_rank else hidden * query_out
-    down = hidden * (q_rank + hf.kv_lora_rank + hf.qk_rope_head_dim)
-    up = hf.kv_lora_rank * heads * (hf.qk_nope_head_dim + hf.v_head_dim)
-    cache = hf.kv_lora_rank + hf.qk_rope_head_dim
-    return LayerWork(
-        attention=query + down + up + heads * hf.v_head_dim * hidden,
-        latent_down=down,
-        latent_norms=q_rank + hf.kv_lora_rank,
-        score=2.0 * heads * (hf.qk_head_dim + hf.v_head_dim),
-        absorbed_score=2.0 * heads * (cache + hf.kv_lora_rank),
-        cache=cache,
-        cache_shards=1,
-        **_feed_forward(hf),
-    )
+def _matrices(hf: HFModelConfig) -> dict[str, float]:
+    def size(prefix: str, is_moe: bool) -> float:
+        tensors = layer_tensors(hf, is_moe, experts=(0,))
+        return float(sum(prod(x.shape) for x in tensors if len(x.shape) == 2 and x.name.startswith(prefix)))
 
-
-def _grouped_query_layer(hf: HFModelConfig) -> LayerWork:
-    heads, groups, hidden = hf.num_attention_heads, hf.num_key_value_heads, hf.hidden_size
-    score = 4.0 * heads * hf.head_dim
-    return LayerWork(
-        attention=hidden * hf.head_dim * (2 * heads + 2 * groups),
-        latent_down=0,
-        latent_norms=2 * hf.head_dim,
-        score=score,
-        absorbed_score=score,
-        cache=2 * groups * hf.head_dim,
-        cache_shards=groups,
-        **_feed_forward(hf),
-    )
-
-
-def _feed_forward(hf: HFModelConfig) -> dict[str, float]:
-    hidden = hf.hidden_size
     return {
-        "dense_mlp": 3.0 * hidden * hf.intermediate_size,
-        "expert": 3.0 * hidden * hf.moe_intermediate_size,
-        "shared": 3.0 * hidden * hf.shared_expert_intermediate_size,
-        "router": float(hidden * hf.n_routed_experts),
+        "attention": size("self_attn.", False),
+        "dense_mlp": size("mlp.", False),
+        "expert": size("mlp.experts.", True),
+        "shared": size("mlp.shared_experts.", True),
+        "router": size("mlp.gate.", True),
+    }
+
+
+def _latent_scores(hf: HFModelConfig) -> dict[str, Any]:
+    heads, cache = hf.num_attention_heads, hf.kv_lora_rank + hf.qk_rope_head_dim
+    return {
+        "score": 2.0 * heads * (hf.qk_head_dim + hf.v_head_dim),
+        "absorbed_score": 2.0 * heads * (cache + hf.kv_lora_rank),
+        "cache": cache,
+        "cache_shards": 1,
+    }
+
+
+def _grouped_query_scores(hf: HFModelConfig) -> dict[str, Any]:
+    score, groups = 4.0 * hf.num_attention_heads * hf.head_dim, hf.num_key_value_heads
+    return {
+        "score": score,
+        "absorbed_score": score,
+        "cache": 2 * groups * hf.head_dim,
+        "cache_shards": groups,
     }
