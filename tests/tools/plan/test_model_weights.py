@@ -12,7 +12,7 @@ from hf_formats.config import HFModelConfig, parse_hf_config
 from megatron.core.ops import reference_ops
 from megatron.core.parallel_layout import ParallelLayout
 from mindspeed_llm.model import build_model
-from tests.families import CONFIGS
+from tests.tiny_models import CONFIGS
 from tools.plan.search.weights import rollout_rank, training_stage
 from tools.plan.timing.published import published_model
 from tools.plan.timing.work import model_work
