@@ -69,8 +69,6 @@ class CpuPlatform(Platform):
         reasons = []
         if "mla_decode" in ops.not_capturable:
             reasons.append("the op table is not that of the CPU kernels (vllm.ops.cpu), which a C++ compiler builds")
-        if not config.model.hf.is_mla:
-            reasons.append("grouped-query attention has no kernel that can be captured")
         if parallel.tensor_parallel_size > 1 or parallel.steps_in_lockstep:
             reasons.append("calls between processes cannot be captured")
         if config.model.quantization == "fp8":

@@ -106,7 +106,7 @@ class CausalLM(nn.Module):
     @property
     def prunes_last_layer(self) -> bool:
         """Whether the last layer heeds `ForwardContext.sampled_B`, and a kept token's results are the same bits."""
-        return self.hf.is_mla and self.ops.prefill_equals_decode
+        return self.ops.prefill_equals_decode
 
     def new_kv_cache(
         self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, layout: str

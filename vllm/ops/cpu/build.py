@@ -28,6 +28,7 @@ _P, _L = ctypes.c_void_p, ctypes.c_long
 _ARGUMENTS = {  # q: an integer or an address, d: a float; in the order of KERNELS in csrc/kernels.cpp
     "cpu_head_linear": "14q",
     "cpu_mla_attention": "16qdq",
+    "cpu_gqa_attention": "15qdq",
     "cpu_fused_experts": "15q",
     "cpu_topk_router": "8qd3q",
     "cpu_rms_norm": "6qdq",
@@ -35,6 +36,7 @@ _ARGUMENTS = {  # q: an integer or an address, d: a float; in the order of KERNE
     "cpu_silu_and_mul": "6q",
     "cpu_rotary": "10q",
     "cpu_write_kv": "8qd3q",
+    "cpu_rope_write_gqa": "13qd5q",
     "cpu_sample": "8q",
     "cpu_add": "5q",
     "cpu_widen": "3q",

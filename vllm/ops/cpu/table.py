@@ -22,6 +22,7 @@ from vllm.ops.cpu.build import has_compiler, instructions, kernels
 from vllm.ops.cpu.calls import Bfloat16Products, KernelCalls, Launch
 from vllm.ops.cpu.experts import ExpertOps
 from vllm.ops.cpu.graph import launch
+from vllm.ops.cpu.grouped_query import GroupedQueryOps, new_gqa_cache
 from vllm.ops.cpu.linear import LinearOps
 from vllm.ops.cpu.rows import RowOps
 
@@ -74,7 +75,7 @@ def cpu_table(products: Bfloat16Products, launch: Launch = launch) -> RolloutOps
     """
     calls = KernelCalls(products, launch)
     linear, experts, rows = LinearOps(calls), ExpertOps(calls), RowOps(calls)
-    attention = LatentAttentionOps(calls, linear)
+    attention, grouped = LatentAttentionOps(calls, linear), GroupedQueryOps(calls)
     native: dict[str, Any] = {
         "linear": linear.linear,
         "head_linear": linear.head_linear,
@@ -84,6 +85,10 @@ def cpu_table(products: Bfloat16Products, launch: Launch = launch) -> RolloutOps
         "norm_rope_write_kv": attention.norm_rope_write_kv,
         "mla_decode": attention.mla_decode,
         "mla_prefill": attention.mla_prefill,
+        "new_gqa_cache": new_gqa_cache,
+        "rope_write_gqa": grouped.rope_write_gqa,
+        "gqa_decode": grouped.gqa_decode,
+        "gqa_prefill": grouped.gqa_prefill,
         "topk_router": experts.topk_router,
         "fused_experts": experts.fused_experts,
         "silu_and_mul": rows.silu_and_mul,
@@ -99,7 +104,7 @@ def cpu_table(products: Bfloat16Products, launch: Launch = launch) -> RolloutOps
         exchanged_experts=experts.exchanged_experts,
         sample=rows.sample,
         implementations=base.implementations | dict.fromkeys(native, "native") | mixed,
-        not_capturable=("gqa_decode", "exchanged_experts"),
+        not_capturable=("exchanged_experts",),
         prefill_equals_decode=True,
         new_weight=linear.new_weight,
         add_layer=_add_layer_in_chunks,

@@ -42,3 +42,5 @@ static void by_mode(const Word* words) {
 Kernel head_linear_kernel();
 Kernel fused_experts_kernel();
 Kernel mla_attention_kernel();
+Kernel grouped_attention_kernel();
+Kernel write_grouped_kernel();
