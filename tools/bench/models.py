@@ -51,8 +51,41 @@ _COMMON = {
 }
 _SMALL = small_config(256, 4, 16, 2048) | {"num_attention_heads": 8, "num_key_value_heads": 8, "q_lora_rank": 64}
 _ATTENTION = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+_QWEN: dict[str, Any] = {
+    "attention_bias": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "use_cache": True,
+    "use_sliding_window": False,
+}
+
+
+def qwen3_config() -> dict[str, Any]:
+    """config.json of the published Qwen3-0.6B's shape."""
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "num_hidden_layers": 28}
+    widths = {"hidden_size": 1024, "intermediate_size": 3072, "vocab_size": 151936, "tie_word_embeddings": True}
+    return _QWEN | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"} | heads | widths
+
+
+def qwen3_moe_config() -> dict[str, Any]:
+    """config.json of the published Qwen3-30B-A3B with every width and the number of heads divided by 8."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "num_hidden_layers": 48}
+    widths = {"hidden_size": 256, "intermediate_size": 768, "moe_intermediate_size": 96, "vocab_size": 18992}
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1}
+    more = {"mlp_only_layers": [], "tie_word_embeddings": False, "router_aux_loss_coef": 0.001}
+    names = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+    return _QWEN | names | heads | widths | experts | more
+
+
 # A: small, with DeepSeek-V3's own widths of latent attention; B: what fills this kind of machine; C: small throughout;
-# tiny: the least model that runs, where a step is the host's.
+# tiny: the least model that runs, where a step is the host's; qwen3, qwen3_moe: attention of groups.
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "A": _SMALL | dict(zip(_ATTENTION, (512, 64, 128, 128), strict=True)) | _COMMON,
     "B": small_config(1024, 8, 32, 2048) | _COMMON,
@@ -61,6 +94,8 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     | {"num_attention_heads": 2, "num_key_value_heads": 2}
     | dict(zip(_ATTENTION, (32, 16, 16, 16), strict=True))
     | _COMMON,
+    "qwen3": qwen3_config(),
+    "qwen3_moe": qwen3_moe_config(),
 }
 
 
@@ -194,7 +229,7 @@ class LeastWork:
 def decode_work(
     hf: HFModelConfig, item_bytes: int, num_sequences: int, mean_context: float, common: float = 0.0
 ) -> LeastWork:
-    """One token for each sequence: all weights that take part, and each sequence's latent cache, absorbed.
+    """One token for each sequence: all weights that take part, and each sequence's cache, of latents where there are some.
 
     ``common`` is how many tokens of all contexts together another sequence has read too: a prompt is read once for all
     its samples.
@@ -210,18 +245,19 @@ def prefill_work(hf: HFModelConfig, item_bytes: int, lengths: list[int]) -> Leas
     """Whole prompts, each with one token drawn at its end; keys and values expanded from the latents."""
     work = model_work(hf)
     flops = sum(length * train_flops_per_token(work, (length + 1) / 2) for length in lengths)
-    flops -= 2 * work.head * (sum(lengths) - len(lengths))
+    flops -= 2 * work.embedding * (sum(lengths) - len(lengths))  # the head is as large, if not the same
     return LeastWork(item_bytes * read_weights(hf, sum(lengths)), flops)
 
 
 def read_weights(hf: HFModelConfig, num_tokens: int) -> float:
     """Weights that a step over these tokens reads, with as many routed experts as are expected to be chosen."""
     work = model_work(hf)
-    share = 1 - (1 - work.topk / work.num_experts) ** num_tokens
-    return work.dense_parameters - work.embedding + share * work.expert_parameters
+    share = 1 - (1 - work.topk / max(work.num_experts, 1)) ** num_tokens
+    return work.dense_parameters - work.head + share * work.expert_parameters  # one of the ends, which are as large
 
 
 def cache_bytes_per_token(hf: HFModelConfig, item_bytes: int, is_latent: bool) -> int:
-    """Bytes of a token in all layers' caches; without latent attention a head's value is as wide as its key."""
-    latent = hf.kv_lora_rank + hf.qk_rope_head_dim
-    return item_bytes * hf.num_hidden_layers * (latent if is_latent else 2 * hf.num_attention_heads * hf.qk_head_dim)
+    """Bytes of a token in all layers' caches; where latents are expanded a head's value is as wide as its key."""
+    is_expanded = hf.is_mla and not is_latent
+    values = 2 * hf.num_attention_heads * hf.qk_head_dim if is_expanded else round(model_work(hf).layer.cache)
+    return item_bytes * hf.num_hidden_layers * values

@@ -153,8 +153,9 @@ class Bench:
 
     def _vllm_environment(self, num_tokens: int) -> dict[str, str]:
         """One process, bound to our CPUs, with room for the largest work; its MLA kernels know one shape only."""
-        has_mla = (self.raw["kv_lora_rank"], self.raw["qk_rope_head_dim"]) == (512, 64)
-        cache_bytes = num_tokens * cache_bytes_per_token(parsed(self.raw), ITEM_BYTES[self.options.dtype], has_mla)
+        hf = parsed(self.raw)
+        has_mla = hf.is_mla and (hf.kv_lora_rank, hf.qk_rope_head_dim) == (512, 64)
+        cache_bytes = num_tokens * cache_bytes_per_token(hf, ITEM_BYTES[self.options.dtype], has_mla)
         return {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_KVCACHE_SPACE": str(-(-cache_bytes // 2**30)),
@@ -162,7 +163,7 @@ class Bench:
             "VLLM_CACHE_ROOT": str(self.scratch / "cache" / "vllm"),
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_LOGGING_LEVEL": "WARNING",
-        } | ({} if has_mla else {"VLLM_MLA_DISABLE": "1"})
+        } | ({"VLLM_MLA_DISABLE": "1"} if hf.is_mla and not has_mla else {})
 
     def _started(self, spec: EngineSpec) -> EngineProcess | None:
         """The engine, started as often as is asked for, the first time with empty caches; None when it cannot.

@@ -189,14 +189,24 @@ static void pack_panel(const Weight<typename M::T>& w, long first, long columns,
   }
   const typename M::T* row = w.data + first;
   if constexpr (M::is_dot) {
-    for (long i = 0; i < k; i += 2, row += 2 * w.k_stride, out += PANEL) {
+    const auto pack = [&](vhh even, vhh odd) {
+      vf low, high;
+      interleave(even, odd, low, high);
+      store(out, low);
+      store(out + LANES, high);
+      row += 2 * w.k_stride, out += PANEL;
+    };
+    long i = 0;
+    for (; columns == PANEL && i + 1 < k; i += 2) {
+      __builtin_prefetch(row + 16 * w.k_stride);
+      __builtin_prefetch(row + 17 * w.k_stride);
+      pack(load_bits<vhh>(row), load_bits<vhh>(row + w.k_stride));
+    }
+    for (; i < k; i += 2) {
       bf16 pair[2][PANEL] = {};
       std::memcpy(pair[0], row, columns * sizeof(bf16));
       if (i + 1 < k) std::memcpy(pair[1], row + w.k_stride, columns * sizeof(bf16));
-      vf low, high;
-      interleave(load_bits<vhh>(pair[0]), load_bits<vhh>(pair[1]), low, high);
-      store(out, low);
-      store(out + LANES, high);
+      pack(load_bits<vhh>(pair[0]), load_bits<vhh>(pair[1]));
     }
   } else {
     for (long i = 0; i < k; ++i, row += w.k_stride, out += PANEL) {
