@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.npu.op_parity import Maker, assert_same, outcome, pairs
 from tests.npu.rollout_op_cases import CASES, SMALL
-from tests.vllm.tiny import write_checkpoint
+from tests.tiny_models import write_model
 from vllm import LLM, SamplingParams
 from vllm.ops.contract import DecodeMetadata, PrefillMetadata, RolloutOps, SamplingBatch, resolve
 from vllm.ops.cpu.build import instructions
@@ -231,13 +231,15 @@ def test_sampling_draws_what_the_reference_draws(vocabulary: int) -> None:
     torch.testing.assert_close(found[1], wanted[1], atol=2e-6, rtol=2e-6)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_request_is_the_same_bit_by_bit_whatever_runs_beside_it(dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("deepseek-v3", "float32"), ("deepseek-v3", "bfloat16"), ("qwen3", "bfloat16")]
+)
+def test_a_request_is_the_same_bit_by_bit_whatever_runs_beside_it(name: str, dtype: str, tmp_path: Path) -> None:
     """Alone, in a batch, in chunks of 7 tokens, with too few blocks for all, with its prompt's blocks cached, and where
     the last layer goes on with all tokens of the prompt, as log-probs of these want it.
     """
-    path, draw = write_checkpoint(tmp_path), random.Random(0)
-    prompts = [{"prompt_token_ids": [draw.randrange(2, 160) for _ in range(n)]} for n in (3, 40, 17, 25, 40)]
+    path, draw = str(write_model(tmp_path, name, seed=0)[0]), random.Random(0)
+    prompts = [{"prompt_token_ids": [draw.randrange(2, 120) for _ in range(n)]} for n in (3, 40, 17, 25, 40)]
 
     def outcomes(prompt_logprobs: int | None = None, **settings: int) -> list[tuple[list[int], list[float]]]:
         kind = partial(SamplingParams, max_tokens=12, ignore_eos=True, prompt_logprobs=prompt_logprobs)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.parallel.launcher import run_ranks
+from tests.tiny_models import CONFIGS, write_model
 from tests.vllm.capturing_platform import DEVICE, CapturingPlatform
 from tests.vllm.test_parallel import ALL, EXPERTS, SHARES, run_engines
 from tests.vllm.test_parity import as_inputs, make_prompts
@@ -79,6 +80,18 @@ def test_what_a_cpu_captured_gives_the_bits_of_eager_steps(dtype: str, path: str
     assert all(cache() is None for cache in caches) and captured_sizes(captured) == []
     captured.wake_up()
     assert results_of(captured)[0] == results_of(eager)[0]
+
+
+@pytest.mark.parametrize("name", ["qwen3 tied", "qwen3-moe"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_captured_steps_of_grouped_queries_give_the_bits_of_eager_ones(name: str, dtype: str, tmp_path: Path) -> None:
+    path = str(write_model(tmp_path, CONFIGS[name] | {"vocab_size": 160}, seed=3)[0])
+    eager, captured = (build(path, dtype=dtype, enforce_eager=plain, block_size=16) for plain in (True, False))
+    for count in (8, 6, 3):
+        (tokens, logprobs), (expected_tokens, expected_logprobs) = results_of(captured, count), results_of(eager, count)
+        assert tokens == expected_tokens
+        assert torch.equal(logprobs, expected_logprobs)
+    assert captured_sizes(captured) == [4, 8]
 
 
 def test_what_depends_on_values_is_no_capture() -> None:

@@ -100,10 +100,11 @@ static void write_grouped(GroupedPages<T> pages, const T* qkv, long token_stride
 }
 
 // out[ROWS][COLUMNS vectors] += rows of `a` times `pieces` pieces of b, each of `steps` words along the sum: vector (piece,
-// column) of them begins at vector_of(piece, column).
+// column) of them begins at vector_of(piece, column). Meanwhile the lines of the cells `ahead`, as many as columns, are
+// prefetched if there are any: few rows take less time than reading.
 template <class M, long A_STRIDE, int ROWS, int COLUMNS, class Vector>
 static void multiply_rows(const float* a, Vector vector_of, long pieces, long steps, long b_stride, float* out,
-                          long out_stride) {
+                          long out_stride, const float* const* ahead) {
   vf sums[ROWS][COLUMNS];
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r)
@@ -113,6 +114,9 @@ static void multiply_rows(const float* a, Vector vector_of, long pieces, long st
     const float* b[COLUMNS];
     for (int c = 0; c < COLUMNS; ++c) b[c] = vector_of(p, c);
     for (long i = 0; i < steps; ++i, a += is_split<M> ? 2 : 1) {
+      if (ahead)
+#pragma GCC unroll 8
+        for (int c = 0; c < COLUMNS; ++c) __builtin_prefetch(ahead[c] + (p * steps + i) * LANES);
 #pragma GCC unroll 8
       for (int c = 0; c < COLUMNS; ++c) {
         const vf words = load(b[c] + i * b_stride);
@@ -144,12 +148,13 @@ constexpr int columns_for(int rows) {  // of sums that fit the registers with so
 // The same for any number of columns.
 template <class M, long A_STRIDE, int ROWS, int COLUMNS = columns_for(ROWS), class Vector>
 static void multiply_columns(const float* a, Vector vector_of, long first, long columns, long pieces, long steps,
-                             long b_stride, float* out, long out_stride) {
+                             long b_stride, float* out, long out_stride, const float* const* ahead) {
   for (; first + COLUMNS <= columns; first += COLUMNS)
     multiply_rows<M, A_STRIDE, ROWS, COLUMNS>(a, [=](long p, long c) { return vector_of(p, first + c); }, pieces, steps,
-                                              b_stride, out + first * LANES, out_stride);
+                                              b_stride, out + first * LANES, out_stride,
+                                              ahead && first + COLUMNS <= SPAN_CELLS ? ahead + first : nullptr);
   if constexpr (COLUMNS > 1)
-    multiply_columns<M, A_STRIDE, ROWS, COLUMNS / 2>(a, vector_of, first, columns, pieces, steps, b_stride, out, out_stride);
+    multiply_columns<M, A_STRIDE, ROWS, COLUMNS / 2>(a, vector_of, first, columns, pieces, steps, b_stride, out, out_stride, ahead);
 }
 
 // The same for up to REGISTER_ROWS rows.
@@ -164,7 +169,7 @@ static void multiply_some(long rows, const float* a, Rest... rest) {
 // The same for any number of rows.
 template <class M, long A_STRIDE, class Vector>
 static void multiply_tile(long rows, const float* a, Vector vector_of, long columns, long pieces, long steps, long b_stride,
-                          float* out, long out_stride) {
+                          float* out, long out_stride, const float* const* ahead) {
   const long parts = (rows + REGISTER_ROWS - 1) / REGISTER_ROWS;
   // A few columns at a time stay in the first-level cache for all rows.
   const long some = parts > 1 ? columns_for(REGISTER_ROWS) : columns;
@@ -172,9 +177,43 @@ static void multiply_tile(long rows, const float* a, Vector vector_of, long colu
     for (long part = 0; part < parts; ++part) {
       const long begin = rows * part / parts, count = rows * (part + 1) / parts - begin;
       multiply_some<M, A_STRIDE>(count, a + begin * A_STRIDE, vector_of, first, std::min(first + some, columns), pieces,
-                                 steps, b_stride, out + begin * out_stride, out_stride);
+                                 steps, b_stride, out + begin * out_stride, out_stride, parts > 1 ? nullptr : ahead);
     }
 }
+
+// The cells of a span of one sequence: in their block, or packed here where blocks do not consist of cells.
+template <class T>
+class Cells {
+ public:
+  const float *keys[SPAN_CELLS], *values[SPAN_CELLS];  // behind the last cell it stands again
+
+  void find(const GroupedPages<T>& pages, const int32_t* table, long head, long begin, long count) {
+    const long size = CELL * pages.padded;
+    if (pages.has_cells()) {
+      for (long c = 0; c < SPAN_CELLS; ++c) {
+        const long at = begin + std::min(c, (count - 1) / CELL) * CELL, block = table[at / pages.block_size];
+        const long offset = at % pages.block_size * pages.padded;
+        keys[c] = (const float*)(pages.block(block, 0, head) + offset);
+        values[c] = (const float*)(pages.block(block, 1, head) + offset);
+      }
+      return;
+    }
+    T* packed = buffer_.get<T>(2 * SPAN_CELLS * size);
+    std::fill(packed, packed + 2 * SPAN_CELLS * size, T(0));
+    for (long s = 0; s < count; ++s) {
+      const long block = table[(begin + s) / pages.block_size], offset = (begin + s) % pages.block_size * pages.padded;
+      const T *key = pages.block(block, 0, head) + offset, *value = pages.block(block, 1, head) + offset;
+      T *to_keys = packed + s / CELL * size, *to_values = to_keys + SPAN_CELLS * size;
+      for (long i = 0; i < pages.channels; ++i) pages.key_in(to_keys, s % CELL, i) = key[i];
+      for (long i = 0; i < pages.channels; ++i) pages.value_in(to_values, s % CELL, i) = value[i];
+    }
+    for (long c = 0; c < SPAN_CELLS; ++c)
+      keys[c] = (const float*)(packed + c * size), values[c] = (const float*)(packed + (SPAN_CELLS + c) * size);
+  }
+
+ private:
+  Buffer buffer_;
+};
 
 // What one thread does: it takes rows, which are queries of one sequence with heads of one group, then attends to their spans.
 template <class M>
@@ -201,17 +240,20 @@ class GroupedTile {
     }
   }
 
-  // Attends to `count` tokens in cells; row r sees the first seen_of(r) of them.
+  // Attends to `count` tokens in cells; row r sees the first seen_of(r) of them. `next` is attended to after this.
   template <class Seen>
-  void attend(const T* const* keys, const T* const* values, long count, Seen seen_of, float scale) {
+  void attend(const Cells<T>& found, long count, Seen seen_of, float scale, const Cells<T>& next) {
+    const auto keys = found.keys, values = found.values;
     const long cells = (count + CELL - 1) / CELL;
-    for (long r = 0; r < rows_; ++r) std::fill(weights_ + r * WEIGHT_STRIDE, weights_ + r * WEIGHT_STRIDE + cells * CELL, 0.0f);
-    multiply_tile<M, QUERY_STRIDE>(rows_, queries_, [=](long, long cell) { return (const float*)keys[cell]; }, cells, 1,
-                                   steps_, LANES, weights_, WEIGHT_STRIDE);
+    // Scores of a few cells take as long as those of four; a cell behind the last one is a cell before it again.
+    const long multiple = std::min(4, columns_for(std::min(rows_, REGISTER_ROWS)));
+    const long scored = std::min(SPAN_CELLS, (cells + multiple - 1) / multiple * multiple);
+    for (long r = 0; r < rows_; ++r) std::fill(weights_ + r * WEIGHT_STRIDE, weights_ + r * WEIGHT_STRIDE + scored * CELL, 0.0f);
+    multiply_tile<M, QUERY_STRIDE>(rows_, queries_, [=](long, long cell) { return keys[cell]; }, scored, 1, steps_, LANES,
+                                   weights_, WEIGHT_STRIDE, values);
     for (long r = 0; r < rows_; ++r) weigh_row(r, cells, seen_of(r), scale);
-    multiply_tile<M, WEIGHT_STRIDE>(rows_, weights_,
-                                    [=](long cell, long column) { return (const float*)values[cell] + column * LANES; },
-                                    padded_ / LANES, cells, CELL / PAIR<T>, padded_, sums_, padded_);
+    multiply_tile<M, WEIGHT_STRIDE>(rows_, weights_, [=](long cell, long column) { return values[cell] + column * LANES; },
+                                    padded_ / LANES, cells, CELL / PAIR<T>, padded_, sums_, padded_, next.keys);
   }
 
   void finish(long row, long channels, T* out) const {
@@ -253,37 +295,6 @@ class GroupedTile {
   long rows_ = 0, steps_ = 0, padded_ = 0;
 };
 
-// The cells of a span of one sequence: in their block, or packed here where blocks do not consist of cells.
-template <class T>
-class Cells {
- public:
-  const T *keys[SPAN_CELLS], *values[SPAN_CELLS];
-
-  void find(const GroupedPages<T>& pages, const int32_t* table, long head, long begin, long count) {
-    const long size = CELL * pages.padded;
-    if (pages.has_cells()) {
-      for (long c = 0; c * CELL < count; ++c) {
-        const long at = begin + c * CELL, block = table[at / pages.block_size], offset = at % pages.block_size * pages.padded;
-        keys[c] = pages.block(block, 0, head) + offset, values[c] = pages.block(block, 1, head) + offset;
-      }
-      return;
-    }
-    T* packed = buffer_.get<T>(2 * SPAN_CELLS * size);
-    std::fill(packed, packed + 2 * SPAN_CELLS * size, T(0));
-    for (long s = 0; s < count; ++s) {
-      const long block = table[(begin + s) / pages.block_size], offset = (begin + s) % pages.block_size * pages.padded;
-      const T *key = pages.block(block, 0, head) + offset, *value = pages.block(block, 1, head) + offset;
-      T *to_keys = packed + s / CELL * size, *to_values = to_keys + SPAN_CELLS * size;
-      for (long i = 0; i < pages.channels; ++i) pages.key_in(to_keys, s % CELL, i) = key[i];
-      for (long i = 0; i < pages.channels; ++i) pages.value_in(to_values, s % CELL, i) = value[i];
-    }
-    for (long c = 0; c < SPAN_CELLS; ++c) keys[c] = packed + c * size, values[c] = packed + (SPAN_CELLS + c) * size;
-  }
-
- private:
-  Buffer buffer_;
-};
-
 // The sequences of a step; the new tokens of each are the last of its context.
 struct Sequences {
   const int32_t* tables;      // [count, table_width] block ids
@@ -297,7 +308,7 @@ template <class M>
 static void grouped_attention(Batch<const typename M::T> q, long heads, GroupedPages<typename M::T> pages,
                               Sequences sequences, float scale, Batch<typename M::T> out) {
   typedef typename M::T T;
-  enum { STARTS, QUEUE, CELLS_OF_SPAN };
+  enum { STARTS, QUEUE, NOW, NEXT };
   const long groups = pages.kv_heads, shared = heads / groups, tile = std::max(1L, TILE_QUERIES / shared);
   struct Start {
     long query, item;
@@ -311,23 +322,41 @@ static void grouped_attention(Batch<const typename M::T> q, long heads, GroupedP
 #pragma omp parallel
   {
     GroupedTile<M>& rows = thread_local_object<GroupedTile<M>>();
-    Cells<T>& cells = thread_local_object<Cells<T>, CELLS_OF_SPAN>();
-    for (long item = queue.take(); item != WorkQueue::EMPTY; item = queue.take()) {
+    Cells<T>* cells[2] = {&thread_local_object<Cells<T>, NOW>(), &thread_local_object<Cells<T>, NEXT>()};
+    struct Item {  // queries of a sequence and the head of keys and values that they read
+      long b, head, first, count, before;  // `before`: tokens of the context before the first query
+      long tokens() const { return before + count; }
+    };
+    auto take = [&](Item& to) {
+      const long item = queue.take();
+      if (item == WorkQueue::EMPTY) return false;
       const long b = std::upper_bound(starts, starts + sequences.count, item, [](long i, const Start& s) { return i < s.item; }) - starts - 1;
       // The tiles of a head follow each other, the longest contexts first.
-      const long tiles = tiles_of(b), head = (item - starts[b].item) / tiles, at = tiles - 1 - (item - starts[b].item) % tiles;
-      const long first = at * tile, count = std::min(tile, sequences.queries(b) - first);
-      const long before = sequences.seq_lens[b] - sequences.queries(b) + first;  // tokens of the context before the first query
+      const long tiles = tiles_of(b), tile_of_head = tiles - 1 - (item - starts[b].item) % tiles, queries = sequences.queries(b);
+      to = {b, (item - starts[b].item) / tiles, tile_of_head * tile, std::min(tile, queries - tile_of_head * tile)};
+      to.before = sequences.seq_lens[b] - queries + to.first;
+      return true;
+    };
+    auto find = [&](const Item& of, long begin, Cells<T>& to) {
+      to.find(pages, sequences.tables + of.b * sequences.table_width, of.head, begin, std::min(SPAN_TOKENS, of.tokens() - begin));
+    };
+    Item now, next;
+    bool is_left = take(now);
+    if (is_left) find(now, 0, *cells[0]);
+    while (is_left) {
       auto place = [&](auto batch, long row) {
-        return batch.data + (starts[b].query + first + row / shared) * batch.token_stride + (head * shared + row % shared) * batch.head_stride;
+        return batch.data + (starts[now.b].query + now.first + row / shared) * batch.token_stride + (now.head * shared + row % shared) * batch.head_stride;
       };
-      rows.take_queries([&](long r) { return place(q, r); }, count * shared, pages.channels, pages.padded);
-      for (long begin = 0; begin < before + count; begin += SPAN_TOKENS) {
-        const long seen = std::min(SPAN_TOKENS, before + count - begin);
-        cells.find(pages, sequences.tables + b * sequences.table_width, head, begin, seen);
-        rows.attend(cells.keys, cells.values, seen, [&](long r) { return before + r / shared + 1 - begin; }, scale);
+      rows.take_queries([&](long r) { return place(q, r); }, now.count * shared, pages.channels, pages.padded);
+      for (long begin = 0; begin < now.tokens(); begin += SPAN_TOKENS, std::swap(cells[0], cells[1])) {
+        const bool is_last = begin + SPAN_TOKENS >= now.tokens();
+        if (is_last) is_left = take(next);
+        if (!is_last || is_left) find(is_last ? next : now, is_last ? 0 : begin + SPAN_TOKENS, *cells[1]);
+        rows.attend(*cells[0], std::min(SPAN_TOKENS, now.tokens() - begin),
+                    [&](long r) { return now.before + r / shared + 1 - begin; }, scale, *cells[1]);
       }
-      for (long r = 0; r < count * shared; ++r) rows.finish(r, pages.channels, place(out, r));
+      for (long r = 0; r < now.count * shared; ++r) rows.finish(r, pages.channels, place(out, r));
+      now = next;
     }
   }
 }
