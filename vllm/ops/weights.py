@@ -33,6 +33,10 @@ class PackedWeight(nn.Module, ABC):
     def __len__(self) -> int:
         return self.num_experts
 
+    def rows_of(self, index: int) -> int:
+        """R of matrix `index`."""
+        return self.rows
+
     @property
     def loose_tensors(self) -> Sequence[Tensor]:
         """Tensors beside `memory` that hold values now."""
@@ -55,7 +59,7 @@ class PackedMatrix:
 
     def __init__(self, weight: PackedWeight, index: int) -> None:
         self._weight, self._index = weight, index
-        self.shape, self.dtype = torch.Size((weight.rows, weight.columns)), weight.dtype
+        self.shape, self.dtype = torch.Size((weight.rows_of(index), weight.columns)), weight.dtype
 
     @property
     def device(self) -> torch.device:

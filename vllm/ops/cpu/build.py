@@ -64,6 +64,8 @@ def kernels() -> ctypes.CDLL:
     library.cpu_compressed_bytes.argtypes, library.cpu_compressed_bytes.restype = [_L, _L], _L
     library.cpu_compress.argtypes, library.cpu_compress.restype = [_P, _L, _L, _L, _P], ctypes.c_int
     library.cpu_decompress.argtypes, library.cpu_decompress.restype = [_P, _L, _L, _P], None
+    library.cpu_pack_panels.argtypes, library.cpu_pack_panels.restype = [_P, _L, _L, _L, _P], None
+    library.cpu_unpack_panels.argtypes, library.cpu_unpack_panels.restype = [_P, _L, _L, _P], None
     library.cpu_copy_digest.argtypes, library.cpu_copy_digest.restype = [*[_P] * 4, *[_L] * 6, _P, _P], None
     return library
 

@@ -49,6 +49,10 @@ class KernelCalls:
         """Whether weights of this dtype are [..., out, in] in memory, as in checkpoints, and not [..., in, out]."""
         return self.uses_tiles and dtype is torch.bfloat16
 
+    def takes_panels(self, dtype: torch.dtype) -> bool:
+        """Whether large weights of this dtype may be panels of pairs (panels.py)."""
+        return self._modes[torch.bfloat16] == Bfloat16Products.DOT and dtype is torch.bfloat16
+
     def mode(self, first: Tensor, *others: Tensor) -> int:
         """The kernels' mode for tensors of one dtype."""
         for other in others:

@@ -12,6 +12,7 @@ from torch import Tensor
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.ops.cpu.calls import KernelCalls, last_contiguous
 from vllm.ops.cpu.compressed import CompressedWeight
+from vllm.ops.cpu.panels import PanelWeight
 from vllm.ops.reference_moe import all_to_all_experts
 from vllm.ops.weights import Weight
 
@@ -54,10 +55,11 @@ class ExpertOps:
         if len(x_TH) == 0:
             return out_TH
         x_TH, weights_TK, ids_TK = last_contiguous(x_TH), weights_TK.float().contiguous(), ids_TK.contiguous()
-        weights: tuple[Tensor | np.ndarray | int, ...]  # and whether they are compressed
-        if isinstance(w2_EHF, CompressedWeight):
-            assert isinstance(w13_E2FH, CompressedWeight) and w13_E2FH.num_parts == 2
-            assert self._calls.takes_rows(x_TH.dtype)
+        weights: tuple[Tensor | np.ndarray | int, ...]  # and whether they are addresses
+        if isinstance(w2_EHF, CompressedWeight | PanelWeight):
+            assert type(w13_E2FH) is type(w2_EHF) and w13_E2FH.num_parts == 2
+            is_panels = isinstance(w2_EHF, PanelWeight)
+            assert self._calls.takes_panels(x_TH.dtype) if is_panels else self._calls.takes_rows(x_TH.dtype)
             experts, hidden, width = w2_EHF.num_experts, w2_EHF.rows, w2_EHF.columns
             mode, weights = self._calls.mode(x_TH), (w13_E2FH.addresses(), w2_EHF.addresses(), 1)
         else:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from vllm.ops.cpu.calls import KernelCalls, last_contiguous
 from vllm.ops.cpu.compressed import CompressedWeight, is_worth_compressing
+from vllm.ops.cpu.panels import PanelWeight, is_worth_panels
 from vllm.ops.weights import Weight, new_plain_weight
 
 
@@ -25,13 +26,18 @@ class LinearOps:
     def new_weight(
         self, out_sizes: Sequence[int], in_size: int, num_experts: int | None = None, *, may_pack: bool = True
     ) -> Weight:
-        """Weights for tiles are compressed where it pays. Both of an expert's weights must be, or neither."""
-        if not self._calls.takes_rows(torch.get_default_dtype()):
+        """Weights for tiles are compressed, and those for pairs are panels, where it pays. Both of an expert's weights
+        must be, or neither.
+        """
+        dtype, count = torch.get_default_dtype(), 1 if num_experts is None else num_experts
+        if may_pack and self._calls.takes_panels(dtype) and is_worth_panels(out_sizes, in_size, count):
+            return PanelWeight(count, out_sizes, in_size)
+        if not self._calls.takes_rows(dtype):
             return new_plain_weight(out_sizes, in_size, num_experts)
         size, both_ways = out_sizes[0], num_experts is not None
         are_equal = all(other == size for other in out_sizes)
         if may_pack and are_equal and is_worth_compressing(size, in_size, both_ways=both_ways):
-            return CompressedWeight(1 if num_experts is None else num_experts, len(out_sizes), size, in_size)
+            return CompressedWeight(count, len(out_sizes), size, in_size)
         shape = (sum(out_sizes), in_size) if num_experts is None else (num_experts, sum(out_sizes), in_size)
         return nn.Parameter(torch.empty(shape), requires_grad=False)
 
@@ -39,7 +45,11 @@ class LinearOps:
         calls = self._calls
         x_TI = calls.converted(last_contiguous(x_TI), weight_OI.dtype)
         weight: tuple[Tensor | np.ndarray | int | None, ...]
-        if isinstance(weight_OI, CompressedWeight):
+        if isinstance(weight_OI, PanelWeight):
+            assert calls.takes_panels(x_TI.dtype) and weight_OI.num_experts == 1
+            parts, size_out, size_in = 1, weight_OI.rows, weight_OI.columns
+            mode, weight = calls.mode(x_TI), (None, 0, 0, 0, weight_OI.addresses())
+        elif isinstance(weight_OI, CompressedWeight):
             assert calls.takes_rows(x_TI.dtype) and weight_OI.num_experts == 1
             parts, size_out, size_in = weight_OI.num_parts, weight_OI.rows, weight_OI.columns
             mode, weight = calls.mode(x_TI), (None, 0, 0, 0, weight_OI.addresses())

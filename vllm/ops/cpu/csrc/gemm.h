@@ -139,17 +139,19 @@ struct Weight {  // w(k, n) = data[k * k_stride + n * n_stride], one of the stri
   const T* data;
   long k_stride, n_stride;
   const uint8_t* compressed = nullptr;  // replaces `data`; the columns are the rows of compressed.h
+  const float* panels = nullptr;        // replaces `data`: all columns as `pack_panel` packs them for pairs
 
-  // `place` is the address of a compressed matrix or, with its lowest bit set, of a plain one stored by row.
+  // `place` is the address of a compressed matrix or, by its lowest bits, 1: of a plain one stored by row, 2: of panels.
   static Weight at(int64_t place, long k) {
     if (place & 1) return {(const T*)(place - 1), 1, k};
+    if (place & 2) return {nullptr, 1, k, nullptr, (const float*)(place - 2)};
     return {nullptr, 1, k, (const uint8_t*)place};
   }
 
   // The address of its columns, if these are contiguous.
   MemoryRange columns(long first, long count, long k) const {
     if (compressed) return {compressed + first / COMPRESSED_ROWS * compressed_bytes(k), count / COMPRESSED_ROWS * compressed_bytes(k)};
-    if (k_stride != 1 || n_stride != k) return {};
+    if (panels || k_stride != 1 || n_stride != k) return {};
     return {data + first * n_stride, count * k * (long)sizeof(T)};
   }
 };
@@ -257,8 +259,8 @@ static void kernel(const float* x, const float* packed, const typename M::T* row
       if constexpr (M::is_dot) __builtin_prefetch(row + stride);
       row += (M::is_dot ? 2 : 1) * stride;
     } else if constexpr (M::is_dot) {
-      __builtin_prefetch(row + 16 * stride);
-      __builtin_prefetch(row + 17 * stride);
+      __builtin_prefetch(row + DEPTH * stride);
+      __builtin_prefetch(row + (DEPTH + 1) * stride);
       interleave(load_bits<vhh>(row), 2 * i + 1 < k ? load_bits<vhh>(row + stride) : vhh{}, low, high);
       row += 2 * stride;
     } else {
@@ -315,6 +317,14 @@ class PackedRows {
 
   // out[panel][rows][32] = x times columns [first, first + columns) of w
   void multiply(const Weight<typename M::T>& w, long first, long columns, float* out, MemoryRange) {
+    if (M::is_dot && w.panels) {
+      constexpr long AHEAD = 64;  // steps; what follows a panel is the next one
+      for (long p = 0; p * PANEL < columns; ++p) {
+        const float* packed = w.panels + (first / PANEL + p) * words<M>(k_) * PANEL;
+        run<true>(packed, (const typename M::T*)(packed + AHEAD * PANEL), PANEL, 0, k_, out + p * rows_ * PANEL);
+      }
+      return;
+    }
     const long panels = (columns + PANEL - 1) / PANEL, direct = panels_at_once(w) > 1 ? columns / PANEL : 0;
     for (long start = 0; direct && start < k_; start += DEPTH)
       for (long p = 0; p < direct; ++p)

@@ -9,19 +9,19 @@ template <class T>
 struct Experts {
   const void* w13;  // T [experts, hidden, 2 * width]; where by_row, [experts, 2 * width, hidden]
   const void* w2;   // T [experts, width, hidden]; where by_row, [experts, hidden, width]
-  bool is_compressed;    // then both hold addresses: int64 [experts][2] of gate and up, [experts] of down
+  bool is_packed;        // then both hold addresses: int64 [experts][2] of gate and up, [experts] of down
   long count, hidden, width, first;
 
   template <class M>
   Weight<T> gate_or_up(long expert, bool is_up) const {
-    if (is_compressed) return Weight<T>::at(((const int64_t*)w13)[2 * expert + is_up], hidden);
+    if (is_packed) return Weight<T>::at(((const int64_t*)w13)[2 * expert + is_up], hidden);
     const T* data = (const T*)w13 + expert * 2 * width * hidden;
     return by_row<M> ? Weight<T>{data + is_up * width * hidden, 1, hidden} : Weight<T>{data + is_up * width, 2 * width, 1};
   }
 
   template <class M>
   Weight<T> down(long expert) const {
-    if (is_compressed) return Weight<T>::at(((const int64_t*)w2)[expert], width);
+    if (is_packed) return Weight<T>::at(((const int64_t*)w2)[expert], width);
     const T* data = (const T*)w2 + expert * hidden * width;
     return by_row<M> ? Weight<T>{data, 1, width} : Weight<T>{data, hidden, 1};
   }

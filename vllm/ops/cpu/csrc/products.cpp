@@ -10,8 +10,8 @@ Kernel head_linear_kernel() { return BY_MODE(linear); }
 
 template <class M>
 static void experts(const typename M::T* x, long x_token, long tokens, long choices, const float* weights,
-                    const int64_t* ids, const void* w13, const void* w2, bool is_compressed, long experts, long hidden,
+                    const int64_t* ids, const void* w13, const void* w2, bool is_packed, long experts, long hidden,
                     long width, long first, typename M::T* out) {
-  fused_experts<M>({x, x_token, 0}, tokens, choices, weights, ids, {w13, w2, is_compressed, experts, hidden, width, first}, out);
+  fused_experts<M>({x, x_token, 0}, tokens, choices, weights, ids, {w13, w2, is_packed, experts, hidden, width, first}, out);
 }
 Kernel fused_experts_kernel() { return BY_MODE(experts); }
