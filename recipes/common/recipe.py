@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from recipes.common.tiny_models import DEEPSEEK_V3, TinyModel
+
 if TYPE_CHECKING:
     from recipes.common.corpus import CorpusStyle
     from recipes.common.launcher.job import Job
@@ -28,7 +30,8 @@ class Recipe:
     ``accelerators`` are the devices on which ``full_config`` is the default. ``eval_variable`` names the evaluation
     sets of a recipe that has several, ``name path name path ...``; ``eval_problems`` returns its faults, ``eval_sets``
     the names of the files that the data stages write to data/eval. ``shards`` is the form of the weights that training
-    starts from; with ``converts_back`` the last checkpoint is converted to an HF directory.
+    starts from; with ``converts_back`` the last checkpoint is converted to an HF directory. ``tiny_model`` is what it
+    starts from where no model is given, after ``warmup_steps`` optimizer steps on its corpus.
     """
 
     name: str
@@ -49,6 +52,8 @@ class Recipe:
     data_arguments: Callable[[Job, Path], Sequence[object]]
     shards: Literal["mp_rank", "torch_dist"] = "mp_rank"
     converts_back: bool = False
+    tiny_model: TinyModel = DEEPSEEK_V3
+    warmup_steps: int = 350
     eval_variable: str | None = None
     eval_default: str = ""
     eval_problems: Callable[[str], list[str]] = lambda text: []

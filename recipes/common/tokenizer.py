@@ -1,9 +1,10 @@
-"""The tiny model's tokenizer: byte-level BPE with DeepSeek's special tokens and chat form."""
+"""The tiny models' tokenizers: byte-level BPE with the special tokens and the chat form of DeepSeek or of Qwen."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from recipes.common.atomic_files import write_text_atomically
@@ -12,8 +13,9 @@ BOS, EOS, PAD = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", 
 USER, ASSISTANT = "<｜User｜>", "<｜Assistant｜>"
 SPECIAL_TOKENS = (BOS, EOS, PAD)  # ids 0, 1, 2 as in DeepSeek-V3
 ROLE_TOKENS = (USER, ASSISTANT)
+START, END, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 
-CHAT_TEMPLATE = (
+_DEEPSEEK_TEMPLATE = (
     "{{ bos_token }}"
     "{%- for message in messages -%}"
     "{%- if message['role'] == 'system' -%}{{ message['content'] }}"
@@ -24,9 +26,69 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt -%}{{ '" + ASSISTANT + "' }}{%- endif -%}"
 )
 
+_CHATML_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{{ '" + START + "' + message['role'] + '\n' + message['content'] + '" + END + "\n' }}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '" + START + "assistant\n' }}{%- endif -%}"
+)
+
+
+@dataclass(frozen=True)
+class ChatForm:
+    """Special tokens and chat template.
+
+    special: special tokens, whose ids count from 0 · roles: further texts that are one token each · turns: role -> what
+    stands before and after the content of a message · opening: what the assistant's answer follows.
+    """
+
+    bos: str | None
+    eos: str
+    pad: str
+    special: tuple[str, ...]
+    roles: tuple[str, ...]
+    template: str
+    beginning: str
+    turns: Mapping[str, tuple[str, str]]
+    opening: str
+
+    def text(self, messages: Iterable[dict[str, str]]) -> str:
+        """The template's text of system and user messages, up to the start of the assistant's turn."""
+        turns = [(self.turns[message["role"]], message["content"]) for message in messages]
+        return self.beginning + "".join(before + text + after for (before, after), text in turns) + self.opening
+
+
+DEEPSEEK = ChatForm(
+    bos=BOS,
+    eos=EOS,
+    pad=PAD,
+    special=SPECIAL_TOKENS,
+    roles=ROLE_TOKENS,
+    template=_DEEPSEEK_TEMPLATE,
+    beginning=BOS,
+    turns={"system": ("", ""), "user": (USER, "")},
+    opening=ASSISTANT,
+)
+CHATML = ChatForm(
+    bos=None,
+    eos=END,
+    pad=END_OF_TEXT,
+    special=(END_OF_TEXT, START, END),
+    roles=(),
+    template=_CHATML_TEMPLATE,
+    beginning="",
+    turns={role: (f"{START}{role}\n", f"{END}\n") for role in ("system", "user")},
+    opening=f"{START}assistant\n",
+)
+
 
 def write_tokenizer(
-    texts: Iterable[str], out_dir: Path, vocab_size: int, model_max_length: int, whole_tokens: Sequence[str] = ()
+    texts: Iterable[str],
+    out_dir: Path,
+    vocab_size: int,
+    model_max_length: int,
+    whole_tokens: Sequence[str] = (),
+    form: ChatForm = DEEPSEEK,
 ) -> None:
     """Train on ``texts`` and write ``tokenizer.json`` and ``tokenizer_config.json`` as ``AutoTokenizer`` reads them.
 
@@ -35,7 +97,7 @@ def write_tokenizer(
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    one_token = (*SPECIAL_TOKENS, *ROLE_TOKENS, *whole_tokens)
+    one_token = (*form.special, *form.roles, *whole_tokens)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -54,19 +116,19 @@ def write_tokenizer(
     tokenizer.train_from_iterator(_without(one_token, texts), trainer)
     saved = json.loads(tokenizer.to_str())
     for token in saved["added_tokens"]:
-        token["special"] = token["content"] in SPECIAL_TOKENS  # decoding must not drop the tags
+        token["special"] = token["content"] in form.special  # decoding must not drop the tags
     write_text_atomically(out_dir / "tokenizer.json", json.dumps(saved, ensure_ascii=False, indent=1) + "\n")
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": BOS,
-        "eos_token": EOS,
-        "pad_token": PAD,
+        "bos_token": form.bos,
+        "eos_token": form.eos,
+        "pad_token": form.pad,
         "unk_token": None,
         "add_bos_token": False,
         "add_eos_token": False,
         "clean_up_tokenization_spaces": False,
         "model_max_length": model_max_length,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": form.template,
     }
     write_text_atomically(out_dir / "tokenizer_config.json", json.dumps(config, ensure_ascii=False, indent=1) + "\n")
 
@@ -77,9 +139,3 @@ def _without(whole_tokens: Sequence[str], texts: Iterable[str]) -> Iterable[str]
         for whole in whole_tokens:
             pieces = [part for piece in pieces for part in piece.split(whole)]
         yield from (piece for piece in pieces if piece)
-
-
-def chat_text(messages: Iterable[dict[str, str]]) -> str:
-    """The chat template's text of system and user messages, up to the start of the assistant's turn."""
-    marks = {"system": "", "user": USER}
-    return BOS + "".join(marks[message["role"]] + message["content"] for message in messages) + ASSISTANT

@@ -30,7 +30,7 @@ from mindspeed_llm.export_weights import export_weights
 from mindspeed_llm.hf_checkpoint import save_hf_checkpoint
 from mindspeed_llm.model import build_model
 from recipes.common.corpus import CorpusStyle, Example, examples, training_rows
-from recipes.common.tokenizer import EOS, chat_text
+from recipes.common.tokenizer import DEEPSEEK, ChatForm
 
 PEAK_LR, MIN_LR, LR_WARMUP_STEPS = 4e-3, 4e-4, 20
 LONGEST_TEXT = 512  # tokens; a longer prompt teaches so small a model little, and costs the most
@@ -53,6 +53,7 @@ class Warmup:
     num_steps: int
     batch_size: int
     num_processes: int
+    chat: ChatForm = DEEPSEEK
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ def batches(warmup: Warmup, rank: int) -> Iterator[tuple[PackedTexts, int]]:
     """This rank's share of every batch, and the number of learned tokens in the whole batch."""
     tokenizer = Tokenizer.from_file(str(warmup.hf_dir / "tokenizer.json"))
     rows = training_rows(warmup.train_parquet)
-    texts = _token_lists(examples(rows, warmup.seed, warmup.style), len(rows), tokenizer)
+    texts = _token_lists(examples(rows, warmup.seed, warmup.style), len(rows), tokenizer, warmup.chat)
     waiting = next(texts)
     while True:
         batch, num_tokens = [waiting], _length(waiting)
@@ -144,9 +145,9 @@ def batches(warmup: Warmup, rank: int) -> Iterator[tuple[PackedTexts, int]]:
         yield pack(batch[rank :: warmup.num_processes]), num_learned
 
 
-def _token_lists(texts: Iterator[Example], num_rows: int, tokenizer: Any) -> Iterator[Tokens]:
+def _token_lists(texts: Iterator[Example], num_rows: int, tokenizer: Any, chat: ChatForm) -> Iterator[Tokens]:
     """Yield (prompt, response) token ids forever; texts above ``LONGEST_TEXT`` are left out."""
-    end = tokenizer.token_to_id(EOS)
+    end = tokenizer.token_to_id(chat.eos)
 
     @cache
     def encode(text: str) -> list[int]:
@@ -154,7 +155,7 @@ def _token_lists(texts: Iterator[Example], num_rows: int, tokenizer: Any) -> Ite
 
     found_short = False
     for position, example in enumerate(texts):
-        prompt, response = encode(chat_text(example.messages)), [*encode(example.response), end]
+        prompt, response = encode(chat.text(example.messages)), [*encode(example.response), end]
         if len(prompt) + len(response) <= LONGEST_TEXT:
             found_short = True
             yield prompt, response

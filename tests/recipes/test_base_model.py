@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from recipes.common import arithmetic
-from recipes.common.base_model import HF_CONFIG, make_base_model
+from recipes.common.base_model import make_base_model
 from recipes.common.corpus import examples, training_rows
-from recipes.common.tokenizer import BOS, EOS, PAD, chat_text, write_tokenizer
+from recipes.common.tiny_models import DEEPSEEK_V3
+from recipes.common.tokenizer import BOS, DEEPSEEK, EOS, PAD, write_tokenizer
 from recipes.common.warmup import MAX_BATCH_TOKENS, Warmup, batches, pack
 from recipes.r1_zero.deepscaler import compute_score
 from recipes.r1_zero.json_to_parquet import SYSTEM_TEMPLATE, convert, messages
@@ -33,7 +34,7 @@ def hf_dir(rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tokenizer(
         [*texts, *(row["prompt"][1]["content"] for row in training_rows(rows))], folder, 512, 4096, CORPUS.whole_tokens
     )
-    (folder / "config.json").write_text(json.dumps(HF_CONFIG))
+    (folder / "config.json").write_text(json.dumps(DEEPSEEK_V3.config))
     return folder
 
 
@@ -46,7 +47,7 @@ def test_tokenizer_carries_deepseeks_tokens_and_chat_form(hf_dir: Path) -> None:
     assert len(tokenizer) <= 512
     chat = messages("What is 3 + 7?")
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    assert text == f"{BOS}{SYSTEM_TEMPLATE}<｜User｜>What is 3 + 7?<｜Assistant｜>" == chat_text(chat)
+    assert text == f"{BOS}{SYSTEM_TEMPLATE}<｜User｜>What is 3 + 7?<｜Assistant｜>" == DEEPSEEK.text(chat)
     assert len(tokenizer.encode(SYSTEM_TEMPLATE, add_special_tokens=False)) <= 8
     assert len(tokenizer.encode(text, add_special_tokens=False)) <= 16
     for tag in ("<think>", "</think>", "<answer>", "</answer>", "\\boxed{"):

@@ -17,9 +17,9 @@ import yaml
 from hf_formats.config import parse_hf_config
 from mindspeed_llm.weight_plan import local_plan, plan_problems
 from recipes.common import arithmetic, launch
-from recipes.common.base_model import HF_CONFIG
 from recipes.common.corpus import examples
 from recipes.common.recipe import ROOT, load_recipe
+from recipes.common.tiny_models import DEEPSEEK_V3 as TINY_DEEPSEEK
 from recipes.math_lighteval.arithmetic import write_set
 from recipes.math_lighteval.math_lighteval import DATA_SOURCE, INSTRUCTION, convert, main
 from recipes.math_lighteval.recipe import CORPUS
@@ -31,9 +31,9 @@ from verl.workers.engine_setup import engine_problems
 
 RECIPE = load_recipe("math_lighteval")
 PAGE = (ROOT / "docs" / "upstream" / "pai_math_lighteval.md").read_text(encoding="utf-8")
-V3 = {**HF_CONFIG, **DEEPSEEK_V3, "num_key_value_heads": 128}
+V3 = {**TINY_DEEPSEEK.config, **DEEPSEEK_V3, "num_key_value_heads": 128}
 MOONLIGHT = {
-    **HF_CONFIG,
+    **TINY_DEEPSEEK.config,
     "vocab_size": 163840,
     "hidden_size": 2048,
     "intermediate_size": 11264,
@@ -290,7 +290,7 @@ def test_the_default_on_gpus_differs_from_upstreams_where_96_gb_need_it() -> Non
 def test_tiny_config_validates_and_has_what_the_full_size_has() -> None:
     config = config_of("math_lighteval_tiny")
     assert validate_config(config) == []
-    assert engine_problems(config.actor_rollout_ref, 2, parse_hf_config(HF_CONFIG)) == []
+    assert engine_problems(config.actor_rollout_ref, 2, parse_hf_config(TINY_DEEPSEEK.config)) == []
     layout = config.actor_rollout_ref.actor.megatron.layout(2)
     assert layout.mla_down_proj_column_parallel and layout.expert_tensor_parallel_size == 2
     assert config.actor_rollout_ref.model.freeze_moe_router

@@ -11,12 +11,12 @@ import pytest
 
 from hf_formats.config import load_hf_config
 from hf_formats.fp8 import QUANTIZATION_CONFIG
-from recipes.common.base_model import TINY_MODEL
 from recipes.common.launcher.checks import model_problems, weight_problems
 from recipes.common.launcher.job import Job, resolve_config
 from recipes.common.launcher.settings import read_settings
 from recipes.common.launcher.stages import Stage, stages
 from recipes.common.recipe import load_recipe
+from recipes.common.tiny_models import DEEPSEEK_V3
 from recipes.common.tokenizer import write_tokenizer
 from verl.utils.tokenizer import hf_tokenizer
 
@@ -27,7 +27,7 @@ RECIPE = load_recipe("r1_zero")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What of a published FP8 checkpoint is downloaded in a second: its config, quantised with MTP, and tokenizer."""
     directory = tmp_path_factory.mktemp("published")
-    dimensions = json.loads((TINY_MODEL / "config.json").read_text())
+    dimensions = DEEPSEEK_V3.config
     dimensions |= {"quantization_config": QUANTIZATION_CONFIG, "num_nextn_predict_layers": 1}
     (directory / "config.json").write_text(json.dumps(dimensions))
     write_tokenizer([f"What is {i} + {i}?" for i in range(50)], directory, 400, 64)

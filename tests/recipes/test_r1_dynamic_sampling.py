@@ -13,9 +13,9 @@ import pytest
 from hf_formats.config import parse_hf_config
 from mindspeed_llm.weight_plan import plan_problems
 from recipes.common import launch
-from recipes.common.base_model import HF_CONFIG
 from recipes.common.launcher.settings import read_settings
 from recipes.common.recipe import ROOT, load_recipe
+from recipes.common.tiny_models import DEEPSEEK_V3 as TINY_DEEPSEEK
 from recipes.r1_dynamic_sampling.arithmetic import write_set
 from recipes.r1_dynamic_sampling.prompt_data import convert, main
 from recipes.r1_dynamic_sampling.recipe import CORPUS
@@ -29,7 +29,7 @@ from verl.workers.engine_setup import engine_problems
 
 RECIPE = load_recipe("r1_dynamic_sampling")
 PAGE = (ROOT / "docs" / "upstream" / "slime.md").read_text(encoding="utf-8")
-V3 = {**HF_CONFIG, **DEEPSEEK_V3, "num_key_value_heads": 128}
+V3 = {**TINY_DEEPSEEK.config, **DEEPSEEK_V3, "num_key_value_heads": 128}
 LINE = {"prompt": [{"role": "user", "content": "What is 1 + 1?"}], "label": "2"}
 # Upstream's parameters and values: its document, its model's arguments, its optimizer's.
 SLIME = {
@@ -212,7 +212,7 @@ def test_the_full_config_validates_and_fits_its_model() -> None:
 
 def test_the_tiny_config_has_what_the_full_size_has() -> None:
     tiny, full = config_of("r1_dynamic_sampling_tiny"), config_of("deepseek_r1_671b_128gpu")
-    assert engine_problems(tiny.actor_rollout_ref, 2, parse_hf_config(HF_CONFIG)) == []
+    assert engine_problems(tiny.actor_rollout_ref, 2, parse_hf_config(TINY_DEEPSEEK.config)) == []
     for config in (tiny, full):
         actor = config.actor_rollout_ref.actor
         assert config.algorithm.filter_groups.stop_early

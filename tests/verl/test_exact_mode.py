@@ -23,7 +23,7 @@ from mindspeed_llm.hf_checkpoint import HFCheckpoint
 from mindspeed_llm.load_weights import load_weights
 from mindspeed_llm.model import build_model
 from mindspeed_llm.weight_plan import local_plan
-from recipes.common.base_model import HF_CONFIG
+from recipes.common.tiny_models import DEEPSEEK_V3 as TINY_DEEPSEEK
 from tests.megatron.model_helpers import one_process_groups
 from tests.mindspeed_llm.tiny import tiny_hf_config, write_tiny_checkpoint
 from tests.parallel.launcher import run_ranks
@@ -108,7 +108,7 @@ def differences(batch: DataProto, log_probs: torch.Tensor | None) -> float:
 
 
 def test_every_way_through_both_engines_gives_the_same_bits(groups: ProcessGroups, tmp_path: Path) -> None:
-    path = write_checkpoint(tmp_path, **HF_CONFIG | {"torch_dtype": "float32"})
+    path = write_checkpoint(tmp_path, **TINY_DEEPSEEK.config | {"torch_dtype": "float32"})
     params = SamplingParams(n=2, max_tokens=8, temperature=0.8, seed=3, logprobs=0)
     actor = make_actor(path, groups, torch.float32)
     first = None
@@ -130,7 +130,7 @@ def test_every_way_through_both_engines_gives_the_same_bits(groups: ProcessGroup
 
 @pytest.mark.slow
 def test_512_samples_of_the_recipe_differ_by_zero(groups: ProcessGroups, tmp_path: Path) -> None:
-    path = write_checkpoint(tmp_path, **HF_CONFIG | {"torch_dtype": "float32"})
+    path = write_checkpoint(tmp_path, **TINY_DEEPSEEK.config | {"torch_dtype": "float32"})
     params = SamplingParams(n=8, max_tokens=RESPONSE, temperature=0.8, seed=3, logprobs=0)
     outputs = make_llm(path, max_num_seqs=64, max_num_batched_tokens=300).generate(make_prompts(64), params)
     batch = as_batch(outputs, 0.8)
@@ -152,7 +152,7 @@ def test_other_models_differ_by_zero(groups: ProcessGroups, tmp_path: Path, mode
 
 
 def test_bfloat16_differs_by_zero(groups: ProcessGroups, tmp_path: Path) -> None:
-    path = write_checkpoint(tmp_path, **HF_CONFIG)
+    path = write_checkpoint(tmp_path, **TINY_DEEPSEEK.config)
     actor = make_actor(path, groups, torch.bfloat16)
     llm = make_llm(path, dtype="bfloat16", max_num_seqs=5, max_num_batched_tokens=64)
     assert isinstance(actor.actor_module, GPTModel)
@@ -188,7 +188,7 @@ def test_the_worker_with_experts_on_two_ranks_differs_by_zero(tmp_path: Path) ->
 
 
 def test_gradients_are_those_of_the_reference(groups: ProcessGroups, tmp_path: Path) -> None:
-    path = write_checkpoint(tmp_path, **HF_CONFIG | {"torch_dtype": "float32"})
+    path = write_checkpoint(tmp_path, **TINY_DEEPSEEK.config | {"torch_dtype": "float32"})
     generator = torch.Generator().manual_seed(2)
     lengths = [70, 3, 33, 1]
     ids, labels = torch.randint(3, 512, (2, sum(lengths)), generator=generator)

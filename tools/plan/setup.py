@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_formats.config import HFModelConfig, load_hf_config
-from recipes.common.base_model import TINY_MODEL
-from recipes.common.recipe import RECIPES
+from recipes.common.recipe import RECIPES, load_recipe
 from tools.plan.devices import DeviceProfile
 from verl.trainer.config import PPOTrainerConfig, load_config
 
@@ -76,7 +75,7 @@ def planned_run(
         given += [f"trainer.nnodes={nodes}", f"trainer.n_gpus_per_node={device.devices_per_node}"]
     given += ["trainer.hang_timeout_s=0", *READS_NO_WEIGHTS]
     config = load_config(given, config_name=path.stem, config_dir=path.parent)
-    folder = _model_folder(config, path.stem, model)
+    folder = _model_folder(config, path, model)
     worker = config.actor_rollout_ref
     worker = replace(worker, model=replace(worker.model, path=str(folder)))
     config = replace(config, actor_rollout_ref=worker)
@@ -116,14 +115,15 @@ def _measured(path: Path) -> float:
     return max(loads)
 
 
-def _model_folder(config: PPOTrainerConfig, name: str, model: str | None) -> Path:
+def _model_folder(config: PPOTrainerConfig, config_file: Path, model: str | None) -> Path:
+    name, recipe = config_file.stem, config_file.absolute().parents[1]
     here = Path(config.actor_rollout_ref.model.path or "-").expanduser()
     if model is None and (here / "config.json").is_file():
         return here
     if model is not None and (Path(model) / "config.json").is_file():
         return Path(model)
-    if model is None and name.endswith(TINY):
-        return TINY_MODEL
+    if model is None and name.endswith(TINY) and recipe.parent == RECIPES:
+        return load_recipe(recipe.name).tiny_model.directory
     wanted = model or next((known for mark, known in MODEL_OF_CONFIG.items() if mark in name), "")
     if wanted not in known_models():
         raise ValueError(

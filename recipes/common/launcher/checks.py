@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from hf_formats.config import load_hf_config
-from recipes.common.base_model import TINY_MODEL
 from recipes.common.launcher import network
 from recipes.common.launcher.job import Job, has_shards, is_fp8, model_dimensions
 from recipes.common.launcher.settings import NodeRole, Settings
@@ -161,7 +160,7 @@ def config_problems(job: Job) -> list[str]:
     found = validate_config(job.config)
     if path is not None and not is_fp8(path):
         return found
-    with_model = _with_model(job, path or TINY_MODEL)
+    with_model = _with_model(job, path or job.settings.recipe.tiny_model.directory)
     where = f"MODEL_PATH {path}" if path else "without MODEL_PATH the model is the tiny one"
     size = f"({dims.get('num_hidden_layers')} layers, {dims.get('n_routed_experts')} experts)"
     advice = "change the layout" if path else "set MODEL_PATH, or change the layout"

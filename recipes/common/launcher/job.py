@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_formats.config import read_config_dict
-from recipes.common.base_model import TINY_MODEL
 from recipes.common.launcher.settings import Settings
 
 if TYPE_CHECKING:
@@ -156,6 +155,8 @@ def _needs_weights(settings: Settings, config: PPOTrainerConfig) -> bool:
 
 
 def _model_dir(settings: Settings, needs_weights: bool) -> Path:
+    if settings.model_path is None and not settings.recipe.tiny_model.is_fp8:
+        return settings.output_dir / "base_model"
     if settings.model_path is None or (is_fp8(settings.model_path) and needs_weights):
         return settings.output_dir / "base_model_bf16"
     return settings.output_dir / "base_model_config" if is_fp8(settings.model_path) else settings.model_path
@@ -163,7 +164,7 @@ def _model_dir(settings: Settings, needs_weights: bool) -> Path:
 
 def model_dimensions(settings: Settings) -> Mapping[str, Any]:
     """The config.json of the model that the run starts from; empty when it cannot be read, which the checks report."""
-    return _hf_config(settings.model_path or TINY_MODEL)
+    return _hf_config(settings.model_path or settings.recipe.tiny_model.directory)
 
 
 def _hf_config(model_path: Path) -> Mapping[str, Any]:

@@ -38,7 +38,8 @@ def module_stage(name: str, title: str, module: str, *arguments: object) -> Stag
 def stages(job: Job) -> list[Stage]:
     """The stages before the training, in order: data, base model, BF16, shards."""
     settings = job.settings
-    published = settings.model_path or settings.output_dir / "base_model_fp8"
+    made = "base_model_fp8" if settings.recipe.tiny_model.is_fp8 else "base_model"
+    published = settings.model_path or settings.output_dir / made
     if settings.model_path is None:
         arguments: list[object] = [settings.recipe.name, "--seed", settings.seed, "--output-dir", published]
         arguments += ["--train-parquet", settings.data_dir / "train.parquet"]

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from recipes.common.base_model import HF_CONFIG
 from recipes.common.launcher.first_plan import cpu_profile
+from recipes.common.tiny_models import DEEPSEEK_V3 as TINY_DEEPSEEK
 from tools.plan.__main__ import main
 from tools.plan.devices import GIB
 from tools.plan.exit_status import BAD_INPUT, DOES_NOT_FIT, FITS
@@ -30,7 +30,7 @@ SMALL = (
 def plan(tmp_path: Path, *options: str, gib: float = 16) -> int:
     model, device = tmp_path / "model", tmp_path / "device.toml"
     model.mkdir(exist_ok=True)
-    (model / "config.json").write_text(json.dumps(HF_CONFIG), encoding="utf-8")
+    (model / "config.json").write_text(json.dumps(TINY_DEEPSEEK.config), encoding="utf-8")
     device.write_text(cpu_profile(int(gib * GIB), 2), encoding="utf-8")
     return main(["r1_zero_tiny", *SMALL, "--device", str(device), "--model", str(model), *options])
 

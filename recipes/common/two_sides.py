@@ -1,0 +1,123 @@
+"""A folder of questions with a train and a test side (parquet or JSON lines) to verl's train and test parquet."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from recipes.common import data_scripts
+
+SIDES = ("train", "test")
+
+
+@dataclass(frozen=True)
+class QuestionForm:
+    """What a recipe makes of such a folder.
+
+    name: of the data set, for messages · columns: sets of columns, of which a file has one · converted_row: from a row,
+    its side and its place there to verl's schema, or the reason why it cannot be used · settings: what else the rows
+    depend on; output made with other settings is stale · carried, extra_texts: text columns of the output, and texts of
+    its extra_info.
+    """
+
+    name: str
+    columns: tuple[tuple[str, str], ...]
+    converted_row: Callable[[Any, str, int], dict[str, Any] | str]
+    settings: Mapping[str, Any]
+    carried: Sequence[str] = ()
+    extra_texts: Sequence[str] = ()
+
+    def input_files(self, input_dir: Path) -> dict[str, list[Path]]:
+        """The files of each side: ``train*`` or ``*_train*``, .parquet or .jsonl, in the folder or its ``data``; sorted.
+
+        Files that this command wrote are not among them, so that ``--local_dir`` may be the same folder. ValueError
+        when the folder or a side is not there.
+        """
+        expected = f"expected a folder with train*.parquet and test*.parquet (or .jsonl) of {self.name}"
+        if not input_dir.is_dir():
+            raise ValueError(f"--input_dir {input_dir}: no such folder; {expected}")
+        found = {}
+        for side in SIDES:
+            patterns = [f"{start}{side}*.{kind}" for kind in ("parquet", "jsonl") for start in ("", "*_")]
+            folders = [{path for name in patterns for path in input_dir.glob(inner + name)} for inner in ("", "data/")]
+            inputs = [[path for path in sorted(folder) if not _is_output(path)] for folder in folders]
+            found[side] = inputs[0] or inputs[1]
+            if not found[side]:
+                raise ValueError(f"--input_dir {input_dir}: no {side}*.parquet and no {side}*.jsonl there; {expected}")
+        return found
+
+    def source_rows(self, file: Path) -> Iterator[Any]:
+        """Every row of a file; ValueError when it is no parquet or JSON lines file, or lacks a column."""
+        if file.suffix == ".jsonl":
+            for position, line in enumerate(line for line in data_scripts.text_lines(file) if line.strip()):
+                try:
+                    yield json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise ValueError(f"{file}: row {position} is no JSON object ({error})") from error
+            return
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            table = pq.read_table(file)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise ValueError(f"{file} is not a readable parquet file: {str(error).splitlines()[0]}") from error
+        if not any(set(columns) <= set(table.column_names) for columns in self.columns):
+            expected = " or ".join(" and ".join(columns) for columns in self.columns)
+            raise ValueError(f"{file} has the columns {', '.join(table.column_names)}; expected {expected}")
+        yield from table.to_pylist()
+
+    def convert(self, input_dir: Path, local_dir: Path) -> dict[str, int] | None:
+        """Write both parquet files; return the rows of each side, or None when they are there and their inputs unchanged.
+
+        Nothing is written unless every row of both sides can be used.
+        """
+        files = self.input_files(input_dir)
+        outputs = {side: local_dir / f"{side}.parquet" for side in SIDES}
+        own = [str(path) for side in SIDES for path in files[side] if path.resolve() == outputs[side].resolve()]
+        if own:
+            raise ValueError(f"--local_dir {local_dir}: {' and '.join(own)} would be replaced; choose another folder")
+        digest = data_scripts.digest_of(self.settings, chain.from_iterable(files.values()))
+        if data_scripts.is_current(local_dir, digest):
+            return None
+        rows = {}
+        for side in SIDES:
+            sources = ((f"{file}: row {i}", row) for file in files[side] for i, row in enumerate(self.source_rows(file)))
+            found = ((where, self.converted_row(row, side, index)) for index, (where, row) in enumerate(sources))
+            rows[side] = data_scripts.usable_rows(found, ", ".join(map(str, files[side])))
+        for side in SIDES:
+            data_scripts.write_parquet(rows[side], outputs[side], self.carried, self.extra_texts)
+        data_scripts.write_stamp(local_dir, digest, outputs.values())
+        return {side: len(rows[side]) for side in SIDES}
+
+    def main(self, description: str | None, default_dir: str, argv: list[str] | None = None) -> int:
+        """Command line; returns the exit status, 2 for an input that a user can mend."""
+        parser = argparse.ArgumentParser(description=description)
+        parser.add_argument("--input_dir", type=Path, required=True, help=f"folder of {self.name}")
+        parser.add_argument("--local_dir", type=Path, default=Path(default_dir), help="where the parquet files go")
+        args = parser.parse_args(argv)
+        local_dir = args.local_dir.expanduser()
+
+        def run() -> list[str] | None:
+            counts = self.convert(args.input_dir.expanduser(), local_dir)
+            if counts is None:
+                return None
+            return [f"wrote train.parquet ({counts['train']} rows) and test.parquet ({counts['test']}) to {local_dir}"]
+
+        return data_scripts.run_data_script(run, local_dir)
+
+
+def _is_output(path: Path) -> bool:
+    """Whether a file has the columns that this command writes."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return path.suffix == ".parquet" and {"data_source", "reward_model"} <= set(pq.read_schema(path).names)
+    except (pa.ArrowInvalid, OSError):
+        return False  # not a parquet file: reading it reports that
