@@ -184,8 +184,13 @@ static void pack_panel(const Weight<typename M::T>& w, long first, long columns,
     constexpr long step = is_split<M> ? 2 : 1;
     for (long half = 0; half < 2; ++half) {
       const long start = half * (is_split<M> ? 1 : LANES), left = (columns - start + step - 1) / step;
-      pack_rows<M>([&](long i) { return w.data + (first + start + i * step) * w.n_stride; },
-                   std::clamp(left, 0L, LANES), k, out + half * LANES, PANEL);
+      auto row_of = [&](long i) { return w.data + (first + start + i * step) * w.n_stride; };
+      long at = 0;
+      auto prefetch_next_panel = [&] {
+        for (long i = 0; i < LANES; ++i) __builtin_prefetch(row_of(i) + PANEL * w.n_stride + at, 0, 2);
+        at += 64 / sizeof(typename M::T);
+      };
+      pack_rows<M>(row_of, std::clamp(left, 0L, LANES), k, out + half * LANES, PANEL, prefetch_next_panel);
     }
     return;
   }
