@@ -66,14 +66,16 @@ extern "C" int cpu_compress(const void* values, long stride, long rows, long k, 
   return compress((const bf16*)values, stride, rows, k, (uint8_t*)compressed);
 }
 
+static int packing_threads(long values) { return values < 1 << 20 ? 1 : omp_get_max_threads(); }
+
 // Panels of bfloat16 rows x k, `rows` in whole panels and `k` in pairs, and back.
 extern "C" void cpu_pack_panels(const bf16* values, long stride, long rows, long k, float* panels) {
-#pragma omp parallel for
+#pragma omp parallel for num_threads(packing_threads(rows * k))
   for (long first = 0; first < rows; first += PANEL) pack_panel<Dot>({values, 1, stride}, first, PANEL, k, panels + first * k / 2);
 }
 
 extern "C" void cpu_unpack_panels(const uint32_t* panels, long rows, long k, bf16* values) {
-#pragma omp parallel for
+#pragma omp parallel for num_threads(packing_threads(rows * k))
   for (long first = 0; first < rows; first += PANEL)
     for (long row = first; row < first + PANEL; ++row)
       for (long i = 0; i < k; i += 2) std::memcpy(values + row * k + i, panels + first * k / 2 + i / 2 * PANEL + row - first, 4);
