@@ -36,7 +36,9 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 @pytest.mark.parametrize("how", list(TABLES))
-@pytest.mark.parametrize(("entry", "case"), [p for p in pairs(CASES) if not p[1].endswith("fractals") and "gqa" not in p[0]])
+@pytest.mark.parametrize(
+    ("entry", "case"), [p for p in pairs(CASES) if not p[1].endswith("fractals") and "gqa" not in p[0]]
+)
 def test_an_entry_equals_the_reference(entry: str, case: str, how: str) -> None:
     table, dtype = TABLES[how]
     if dtype not in CASES[entry].dtypes:

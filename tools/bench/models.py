@@ -229,7 +229,7 @@ class LeastWork:
 def decode_work(
     hf: HFModelConfig, item_bytes: int, num_sequences: int, mean_context: float, common: float = 0.0
 ) -> LeastWork:
-    """One token for each sequence: all weights that take part, and each sequence's cache, of latents where there are some.
+    """One token for each sequence: all weights that take part, and each sequence's cache (of latents, if it has them).
 
     ``common`` is how many tokens of all contexts together another sequence has read too: a prompt is read once for all
     its samples.

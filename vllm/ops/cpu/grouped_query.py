@@ -59,7 +59,17 @@ class GroupedQueryOps:
         added = None if bias_MD is None else bias_MD.contiguous()
         angles = cos_TR.contiguous(), sin_TR.contiguous(), cos_TR.shape[1]
         self._calls.run(
-            "cpu_rope_write_gqa", mode, pages, qkv_TMD, qkv_TMD.stride(0), *sizes, added, *weights, *angles, slots_T, q_TND
+            "cpu_rope_write_gqa",
+            mode,
+            pages,
+            qkv_TMD,
+            qkv_TMD.stride(0),
+            *sizes,
+            added,
+            *weights,
+            *angles,
+            slots_T,
+            q_TND,
         )
         return q_TND
 
