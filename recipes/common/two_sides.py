@@ -33,7 +33,7 @@ class QuestionForm:
     extra_texts: Sequence[str] = ()
 
     def input_files(self, input_dir: Path) -> dict[str, list[Path]]:
-        """The files of each side: ``train*`` or ``*_train*``, .parquet or .jsonl, in the folder or its ``data``; sorted.
+        """Files of each side: ``train*`` or ``*_train*``, .parquet or .jsonl, in the folder or its ``data``; sorted.
 
         Files that this command wrote are not among them, so that ``--local_dir`` may be the same folder. ValueError
         when the folder or a side is not there.
@@ -73,7 +73,7 @@ class QuestionForm:
         yield from table.to_pylist()
 
     def convert(self, input_dir: Path, local_dir: Path) -> dict[str, int] | None:
-        """Write both parquet files; return the rows of each side, or None when they are there and their inputs unchanged.
+        """Write both parquet files; return the rows of each side, or None when they are there, of these inputs.
 
         Nothing is written unless every row of both sides can be used.
         """
@@ -87,7 +87,9 @@ class QuestionForm:
             return None
         rows = {}
         for side in SIDES:
-            sources = ((f"{file}: row {i}", row) for file in files[side] for i, row in enumerate(self.source_rows(file)))
+            sources = (
+                (f"{file}: row {i}", row) for file in files[side] for i, row in enumerate(self.source_rows(file))
+            )
             found = ((where, self.converted_row(row, side, index)) for index, (where, row) in enumerate(sources))
             rows[side] = data_scripts.usable_rows(found, ", ".join(map(str, files[side])))
         for side in SIDES:

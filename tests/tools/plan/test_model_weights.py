@@ -23,7 +23,10 @@ from vllm.model_executor.models.registry import MODELS
 from vllm.ops.contract import resolve
 
 TRAINING: dict[str, dict[str, Any]] = {
-    "tp4": {"world_size": 4, "tensor_model_parallel_size": 4},  # the grouped-query models have 2 heads of keys and values
+    "tp4": {
+        "world_size": 4,
+        "tensor_model_parallel_size": 4,
+    },  # the grouped-query models have 2 heads of keys and values
     "tp2 pp2 uneven": {
         "world_size": 4,
         "tensor_model_parallel_size": 2,

@@ -105,7 +105,7 @@ def busiest_rank(num_experts: int, num_ranks: int, load_spread: float) -> float:
     return 1.0 + load_spread * sqrt(num_ranks / num_experts) * sqrt(2.0 * log(num_ranks))
 
 
-def _matrices(hf: HFModelConfig) -> dict[str, float]:
+def _matrices(hf: HFModelConfig) -> dict[str, Any]:
     def size(prefix: str, is_moe: bool) -> float:
         tensors = layer_tensors(hf, is_moe, experts=(0,))
         return float(sum(prod(x.shape) for x in tensors if len(x.shape) == 2 and x.name.startswith(prefix)))
