@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from tests.tiny_models import CONFIGS, write_model
 from vllm import LLM, SamplingParams
+from vllm.ops.contract import RolloutOps
 from vllm.ops.cpu.calls import Bfloat16Products
 from vllm.ops.cpu.panels import PanelWeight, is_worth_panels
 from vllm.ops.cpu.table import cpu_table
@@ -59,18 +61,12 @@ def test_products_are_those_of_the_values(rows: int) -> None:
     assert torch.equal(found, OPS.fused_experts(x, w13, w2, weights, ids, 1))
 
 
-def plain_pairs() -> Any:
-    return replace_new_weight(may_pack=False)
+def plain_pairs() -> RolloutOps:
+    return replace(OPS, new_weight=partial(OPS.new_weight, may_pack=False))
 
 
-def packed_pairs() -> Any:
+def packed_pairs() -> RolloutOps:
     return OPS
-
-
-def replace_new_weight(**given: bool) -> Any:
-    from dataclasses import replace
-
-    return replace(OPS, new_weight=partial(OPS.new_weight, **given))
 
 
 @pytest.mark.parametrize("name", ["qwen3 tied", "qwen3-moe"])
