@@ -253,8 +253,8 @@ class RolloutOps:
     # Entries of a decode step that read the device or whose work depends on host values: a step with them cannot be
     # captured as a device graph.
     not_capturable: tuple[str, ...] = ()
-    # Whether mla_prefill gives a token the same bits as head_linear, mla_decode and head_linear do: the engine may then
-    # compute the last token of a prompt as a decode step.
+    # Whether gqa_prefill gives a token the same bits as gqa_decode, and mla_prefill as head_linear, mla_decode and
+    # head_linear: the engine may then compute the last token of a prompt as a decode step.
     prefill_equals_decode: bool = False
     # Whether head_linear's kernel copies a weight whose matrices do not lie one after another: the engine then keeps
     # what it multiplies with in that form too (`WeightCopies`).

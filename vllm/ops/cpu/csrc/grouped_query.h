@@ -154,7 +154,8 @@ static void multiply_columns(const float* a, Vector vector_of, long first, long 
                                               b_stride, out + first * LANES, out_stride,
                                               ahead && first + COLUMNS <= SPAN_CELLS ? ahead + first : nullptr);
   if constexpr (COLUMNS > 1)
-    multiply_columns<M, A_STRIDE, ROWS, COLUMNS / 2>(a, vector_of, first, columns, pieces, steps, b_stride, out, out_stride, ahead);
+    multiply_columns<M, A_STRIDE, ROWS, COLUMNS / 2>(a, vector_of, first, columns, pieces, steps, b_stride, out, out_stride,
+                                                     ahead);
 }
 
 // The same for up to REGISTER_ROWS rows.
@@ -330,7 +331,8 @@ static void grouped_attention(Batch<const typename M::T> q, long heads, GroupedP
     auto take = [&](Item& to) {
       const long item = queue.take();
       if (item == WorkQueue::EMPTY) return false;
-      const long b = std::upper_bound(starts, starts + sequences.count, item, [](long i, const Start& s) { return i < s.item; }) - starts - 1;
+      auto is_before = [](long i, const Start& start) { return i < start.item; };
+      const long b = std::upper_bound(starts, starts + sequences.count, item, is_before) - starts - 1;
       // The tiles of a head follow each other, the longest contexts first.
       const long tiles = tiles_of(b), tile_of_head = tiles - 1 - (item - starts[b].item) % tiles, queries = sequences.queries(b);
       to = {b, (item - starts[b].item) / tiles, tile_of_head * tile, std::min(tile, queries - tile_of_head * tile)};
@@ -345,7 +347,8 @@ static void grouped_attention(Batch<const typename M::T> q, long heads, GroupedP
     if (is_left) find(now, 0, *cells[0]);
     while (is_left) {
       auto place = [&](auto batch, long row) {
-        return batch.data + (starts[now.b].query + now.first + row / shared) * batch.token_stride + (now.head * shared + row % shared) * batch.head_stride;
+        return batch.data + (starts[now.b].query + now.first + row / shared) * batch.token_stride +
+               (now.head * shared + row % shared) * batch.head_stride;
       };
       rows.take_queries([&](long r) { return place(q, r); }, now.count * shared, pages.channels, pages.padded);
       for (long begin = 0; begin < now.tokens(); begin += SPAN_TOKENS, std::swap(cells[0], cells[1])) {
