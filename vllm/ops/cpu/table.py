@@ -56,7 +56,7 @@ def default_ops() -> RolloutOps:
 
 
 def uncompressed_ops() -> RolloutOps:
-    """`default_ops` without compressed weights: a third more bytes to read, the same results."""
+    """`default_ops` with plain weights, neither compressed nor in panels: slower to read, the same results."""
     table = default_ops()
     return replace(table, new_weight=partial(table.new_weight, may_pack=False))
 
