@@ -10,6 +10,7 @@ from typing import Any
 
 from hf_formats.config_checks import DECODER_SIZES, config_problems, dtype_name
 from hf_formats.families import model_family
+from hf_formats.families.family import is_int
 from hf_formats.problems import raise_problems
 from hf_formats.rope import RopeConfig, parse_rope
 
@@ -111,8 +112,17 @@ class HFModelConfig:
 
 
 def load_hf_config(path: str | Path) -> HFModelConfig:
-    """Read ``path``, a config.json or its directory; one ValueError lists every problem."""
-    return parse_hf_config(read_config_dict(path), source=str(config_file(path)))
+    """Read ``path``, a config.json or its directory; one ValueError lists every problem.
+
+    ``eos_token_ids`` are those of config.json and of the generation_config.json beside it: chat models name the end of
+    a turn in one of them, and the end of a text in the other.
+    """
+    file = config_file(path)
+    hf, beside = parse_hf_config(read_config_dict(path), source=str(file)), file.with_name("generation_config.json")
+    if not beside.is_file():
+        return hf
+    more = _eos_token_ids(read_config_dict(beside), str(beside))
+    return replace(hf, eos_token_ids=tuple(dict.fromkeys((*hf.eos_token_ids, *more))))
 
 
 def config_file(path: str | Path) -> Path:
@@ -141,7 +151,6 @@ def parse_hf_config(raw: Mapping[str, Any], source: str = "config") -> HFModelCo
     family = model_family(raw, source)
     raise_problems(source, config_problems(raw, family))
     raw = {key: value for key, value in raw.items() if value is not None}
-    eos = raw.get("eos_token_id", ())
     return HFModelConfig(
         model_type=family.model_type,
         architecture=family.architecture,
@@ -151,9 +160,18 @@ def parse_hf_config(raw: Mapping[str, Any], source: str = "config") -> HFModelCo
         initializer_range=float(raw.get("initializer_range", 0.02)),
         torch_dtype=dtype_name(raw),
         quant_method=(raw.get("quantization_config") or {}).get("quant_method"),
-        eos_token_ids=tuple(eos) if isinstance(eos, list | tuple) else (int(eos),),
+        eos_token_ids=_eos_token_ids(raw, source),
         **family.fields(raw),
     )
+
+
+def _eos_token_ids(raw: Mapping[str, Any], source: str) -> tuple[int, ...]:
+    """The ids of ``eos_token_id``, which is one, a list or missing."""
+    given = raw.get("eos_token_id")
+    ids = () if given is None else tuple(given) if isinstance(given, list | tuple) else (given,)
+    if not all(map(is_int, ids)):
+        raise ValueError(f"{source}: eos_token_id is {given!r}; expected a token's id, or a list of them")
+    return ids
 
 
 def without_quantisation_and_mtp(config: Mapping[str, Any]) -> dict[str, Any]:
