@@ -86,6 +86,7 @@ ELSEWHERE = {
         "tests/verl/test_packing_invariance.py",
     ),
     "update_weights_bucket_megabytes": "tests/verl/test_weight_sync.py",
+    "also_greedy": "tests/verl/test_validation.py",
 }
 
 

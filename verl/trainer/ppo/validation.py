@@ -30,13 +30,13 @@ class Validator:
 
     Attributes:
         datasets: name of the set ("" for a set without a name) -> its problems.
-        generate: (step, prompts) -> responses by the weights after that step.
+        generate: (step, prompts, is_greedy) -> responses by the weights after that step.
         show: gets the transcripts, each (prompt, response, score), and the step.
     """
 
     config: PPOTrainerConfig
     datasets: Mapping[str, PromptItems]
-    generate: Callable[[int, DataProto], DataProto]
+    generate: Callable[[int, DataProto, bool], DataProto]
     reward_fn: PooledRewardManager | RegisteredRewardManager
     ledger: RewardLedger
     show: Callable[[Sequence[Sequence[Any]], int], None]
@@ -44,13 +44,14 @@ class Validator:
     def run(self, step: int, timing: dict[str, float]) -> dict[str, float]:
         """Mean scores over the problems of all sets and of each set that has a name.
 
+        Greedy answers beside sampled ones are sets of their own, which the scores of all sets leave out.
         Transcripts are written to ``val_generations/step_N.jsonl``.
         """
         n = self.config.actor_rollout_ref.rollout.val_kwargs.n
         outputs, pending = [], []
         with marked_timer("testing", timing):
-            for name, dataset in self.datasets.items():
-                for batch in self._batches(step, dataset, n):
+            for name, dataset, is_greedy in self._passes():
+                for batch in self._batches(step, dataset, n, is_greedy):
                     batch.non_tensor_batch["val_set"] = np.array([name] * len(batch), dtype=object)
                     outputs.append(batch)
                     pending.append(self.reward_fn.start(batch, is_validation=True))
@@ -64,17 +65,28 @@ class Validator:
             np.concatenate([batch.non_tensor_batch[key] for batch in outputs]) for key in ("data_source", "val_set")
         )
         lengths = torch.cat([batch.batch["response_mask"].sum(-1) for batch in outputs])
-        metrics = compute_validation_metrics(sources, parts, lengths, n) | compute_set_metrics(sets, parts, lengths)
+        own = ~np.isin(sets, [name for name, _, is_greedy in self._passes() if is_greedy])
+        own_parts = {name: values[own] for name, values in parts.items()}
+        metrics = compute_validation_metrics(sources[own], own_parts, lengths[torch.from_numpy(own)], n)
+        metrics |= compute_set_metrics(sets, parts, lengths)
         return metrics | {"timing_s/testing": timing["testing"]}
 
-    def _batches(self, step: int, dataset: PromptItems, n: int) -> Iterator[DataProto]:
-        """Every problem of a set n times with its responses; a set's noise does not depend on the other sets."""
+    def _passes(self) -> list[tuple[str, PromptItems, bool]]:
+        """(name of the set, its problems, whether the likeliest tokens answer them) in order."""
+        passes = [(name, dataset, False) for name, dataset in self.datasets.items()]
+        if self.config.actor_rollout_ref.rollout.val_kwargs.also_greedy:
+            passes += [(f"{name}_greedy" if name else "greedy", dataset, True) for name, dataset, _ in passes]
+        return passes
+
+    def _batches(self, step: int, dataset: PromptItems, n: int, is_greedy: bool) -> Iterator[DataProto]:
+        """Every problem of a set with n responses or a greedy one; a set's noise does not depend on the other sets."""
+        n = 1 if is_greedy else n
         seed, size = self.config.actor_rollout_ref.rollout.seed, self.config.data.val_batch_size or len(dataset)
         for first in range(0, len(dataset), size):
             rows = range(first, min(first + size, len(dataset)))
             prompts = DataProto.from_single_dict(collate_fn([dataset[i] for i in rows])).repeat(n, interleave=True)
             prompts.non_tensor_batch["sampling_seeds"] = sampling_seeds(seed, _STREAM, first * n, len(prompts))
-            yield prompts.union(self.generate(step, prompts))
+            yield prompts.union(self.generate(step, prompts, is_greedy))
 
     def _write_transcripts(
         self, step: int, outputs: list[DataProto], responses: list[str], parts: dict[str, np.ndarray]

@@ -21,6 +21,8 @@ class SamplingConfig(Section):
         top_p: sample from the likeliest tokens that together have this probability.
         do_sample: sample; False takes the likeliest token, whatever the temperature is.
         n: responses to each problem.
+        also_greedy: with ``do_sample``, answer every set once more with the likeliest tokens, as the set ``greedy`` or
+            ``<set>_greedy``.
     """
 
     VALUES: ClassVar = {"top_p": _SHARE, "n": at_least(1)}
@@ -30,6 +32,12 @@ class SamplingConfig(Section):
     top_p: float = 1.0
     do_sample: bool = False
     n: int = 1
+    also_greedy: bool = False
+
+    def contradictions(self, where: str) -> list[str]:
+        if self.also_greedy and not self.do_sample:
+            return [f"{where}.also_greedy is True, but without {where}.do_sample=True every answer is greedy"]
+        return []
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from verl.protocol_storage import as_rows
 from verl.single_controller.base import get_together
 from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.ppo.metric_utils import add_generation_times, marked_timer
-from verl.trainer.ppo.schedules.generation import Tokens, generate, prompt_rows, sampling_seeds
+from verl.trainer.ppo.schedules.generation import Tokens, generate, prompt_rows, sampling_seeds, validation_meta
 from verl.trainer.ppo.schedules.group_sampling import Grading, GroupBuffer
 from verl.trainer.ppo.schedules.rollout_driver import RolloutDriver, load_buffer, save_buffer
 from verl.trainer.ppo.schedules.sample_buffer import SampleBuffer
@@ -95,10 +95,12 @@ class AsynchronousSource:
         self.driver.poll()
         return batch, metrics
 
-    def generate(self, step: int, prompts: DataProto) -> DataProto:
+    def generate(self, step: int, prompts: DataProto, is_greedy: bool = False) -> DataProto:
         self.training.while_waiting = None
         self._sync(step, {})
-        return generate(self.rollout, prompts, self.tokens, self.buffer.num_replicas, {}, validate=True)[0]
+        return generate(self.rollout, prompts, self.tokens, self.buffer.num_replicas, {}, **validation_meta(is_greedy))[
+            0
+        ]
 
     def state(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """The state for a checkpoint, as JSON and as arrays; nothing is generated from here to the next step."""

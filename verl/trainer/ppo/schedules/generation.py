@@ -56,6 +56,11 @@ def generate(
     return output, {rank: figures["generate_sequences"] for rank, figures in by_rank.items()}
 
 
+def validation_meta(is_greedy: bool) -> dict[str, bool]:
+    """What ``generate`` needs to know when it validates: by ``val_kwargs``, or with the likeliest tokens instead."""
+    return {"validate": True, **({"do_sample": False} if is_greedy else {})}
+
+
 def add_num_tokens(output: DataProto, prompt_ids: Sequence[Sequence[int]] | np.ndarray) -> None:
     """Adds ``num_tokens`` int64 [B], the tokens of prompt and response."""
     num_prompt = torch.tensor([len(ids) for ids in prompt_ids])

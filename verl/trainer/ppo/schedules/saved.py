@@ -52,7 +52,7 @@ class SavedSource:
         others = saved.rows.select(batch_keys=("num_tokens", "token_level_scores"))
         return taken.union(others), saved.metrics
 
-    def generate(self, step: int, prompts: DataProto) -> DataProto:
+    def generate(self, step: int, prompts: DataProto, is_greedy: bool = False) -> DataProto:
         """There is no rollout engine, and nothing is validated."""
         raise AssertionError("trainer.train_only: a run without a rollout engine was asked to generate")
 

@@ -14,7 +14,7 @@ from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.config.schedule import AsyncTrainingConfig
 from verl.trainer.ppo.filter_groups import collect_groups, too_few_groups
 from verl.trainer.ppo.metric_utils import add_generation_times, marked_timer
-from verl.trainer.ppo.schedules.generation import Tokens, generate, prompt_rows, sampling_seeds
+from verl.trainer.ppo.schedules.generation import Tokens, generate, prompt_rows, sampling_seeds, validation_meta
 from verl.trainer.ppo.schedules.group_sampling import Grading, GroupBuffer, StepLedger
 from verl.trainer.ppo.schedules.rollout_driver import RolloutDriver
 from verl.utils.dataset import ResumableLoader
@@ -119,8 +119,10 @@ class SynchronousSource:
         }
         return batch, counts.metrics() | own
 
-    def generate(self, step: int, prompts: DataProto) -> DataProto:
-        return generate(self.workers, prompts, self.tokens, self.config.rollout_replicas, {}, validate=True)[0]
+    def generate(self, step: int, prompts: DataProto, is_greedy: bool = False) -> DataProto:
+        return generate(
+            self.workers, prompts, self.tokens, self.config.rollout_replicas, {}, **validation_meta(is_greedy)
+        )[0]
 
     def state(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """The state that a checkpoint needs to continue with the next prompts, as JSON and as arrays."""
