@@ -55,6 +55,8 @@ HELD = {
     r"bash recipes/r1_zero/train_deepseekv3_256die_true_weight\.sh": f"{BIG}tests/recipes/test_cann_scripts.py",
     r"bash recipes/math_lighteval/run_mcore_deepseek_verl\.sh": "tests/system/test_killed_whole.py",
     r"bash recipes/r1_dynamic_sampling/run_deepseek_r1\.sh": "tests/system/test_killed_whole.py",
+    r"bash recipes/gsm8k/run\.sh": "tests/system/test_gsm8k.py",
+    r"python recipes/gsm8k/gsm8k\.py .*": "tests/recipes/test_gsm8k.py",
     r"python recipes/r1_zero/json_to_parquet\.py .*": "tests/recipes/test_data.py",
     r"python recipes/math_lighteval/math_lighteval\.py .*": "tests/recipes/test_math_lighteval.py",
     r"python recipes/r1_dynamic_sampling/prompt_data\.py .*": "tests/recipes/test_r1_dynamic_sampling.py",

@@ -54,6 +54,7 @@ def _planned(
     from tools.plan.console import print_brief, print_plain, print_plan, print_table
     from tools.plan.page import write_page
     from tools.plan.report import write_json
+    from tools.plan.search.choose import choose
     from tools.plan.search.explain import explain
     from tools.plan.search.show import search
     from tools.plan.tables import variation_table
@@ -77,6 +78,12 @@ def _planned(
     if options.changes:
         progress.stop()
         return FITS if explain(run, options.changes, shape, size, constants, console) else DOES_NOT_FIT
+    if options.choose is not None:
+        choice = choose(run, lengths, size, constants)
+        progress.stop()
+        choice.write(options.choose)
+        print_plain(console, "\n".join(choice.reasons))
+        return FITS if choice.overrides else DOES_NOT_FIT
     problems = validate_config(run.config)
     plan = WholePlan(run, size, (), 0, tuple(problems)) if problems else plan_run(run, size)
     step = predict(shape, device, constants)
@@ -120,6 +127,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--sensitivity", action="store_true", help="what other nodes, lengths and loads would do")
     fastest = "the N fastest layouts of these devices that fit (3)"
     add("--search", type=_count, nargs="?", const=3, metavar="N", help=fastest)
+    chosen = "choose a layout, what moves to host memory and the rollout's share; write overrides and reasons there"
+    add("--choose", type=Path, metavar="choice.json", help=chosen)
     add("--why-not", dest="changes", nargs="+", metavar="key=value", help="what stops the run with these changes")
     add("--brief", action="store_true", help="one line instead of the tables")
     add("--page", type=Path, metavar="plan.html", help="write the plan there as a page with figures")

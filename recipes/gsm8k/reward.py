@@ -1,0 +1,50 @@
+"""Rule reward of GSM8K: 0.9 for exactly the right answer after ``####``, and 0.1 for a response in the form asked for.
+
+The form is a last line ``#### n`` and no other ``####``, after at most one thought ``<think>...</think>`` whose opening
+tag may be part of the prompt. An answer inside a thought, or after one that never ends, is none. The tags are texts
+here, whether the tokenizer has one token for them or several.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from recipes.common.math_answers import answers_equal
+
+OPEN, CLOSE, MARK = "<think>", "</think>", "####"
+FORMAT_SCORE = 0.1
+_NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?")
+
+
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
+) -> dict[str, float]:
+    """``score`` (verl's signature) with its parts ``accuracy`` and ``format``."""
+    answered = after_thought(solution_str)
+    given = final_answer(answered)
+    accuracy = float(given is not None and answers_equal(given.replace("$", ""), str(ground_truth)))
+    last = answered.rstrip().rpartition("\n")[2]
+    has_form = answered.count(MARK) == 1 and last.startswith(MARK) and given == last.removeprefix(MARK).strip()
+    is_formed = float(given is not None and has_form and _one_thought_at_most(solution_str))
+    score = (1 - FORMAT_SCORE) * accuracy + FORMAT_SCORE * is_formed
+    return {"score": score, "accuracy": accuracy, "format": is_formed}
+
+
+def after_thought(text: str) -> str:
+    """What follows the last thought; empty where a thought never ends."""
+    rest = text.rpartition(CLOSE)[2]
+    return "" if OPEN in rest else rest
+
+
+def final_answer(text: str) -> str | None:
+    """The number that follows the last ``####``; None without one."""
+    if MARK not in text:
+        return None
+    number = _NUMBER.match(text.rpartition(MARK)[2].lstrip(" "))
+    return None if number is None else number[0]
+
+
+def _one_thought_at_most(text: str) -> bool:
+    opened, closed = text.count(OPEN), text.count(CLOSE)
+    return closed <= 1 and opened <= closed and (not opened or text.lstrip().startswith(OPEN))

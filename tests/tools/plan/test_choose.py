@@ -1,0 +1,46 @@
+"""``--choose``: a layout that fits with what must move to host memory, and the user's own choices kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from recipes.common.tiny_models import QWEN3
+from tools.plan.devices import DeviceProfile, load_device
+from tools.plan.search.choose import SHARE, Choice, choose
+from tools.plan.search.overrides import ENGINE
+from tools.plan.setup import planned_run
+from tools.plan.timing import load_constants
+from tools.plan.timing.run_shape import default_lengths
+from tools.plan.training import StepSize
+
+H100 = load_device("h100")
+
+
+def chosen(device: DeviceProfile, *overrides: str) -> Choice:
+    run = planned_run("gsm8k", overrides, device, nodes=None, model=str(QWEN3.directory))
+    data = run.config.data
+    size = StepSize(data.max_prompt_length, data.max_response_length, 1.0)
+    return choose(run, default_lengths(run.config), size, load_constants())
+
+
+def test_what_is_given_is_kept_and_the_rest_fits(tmp_path: Path) -> None:
+    given = ("trainer.n_gpus_per_node=2", f"{ENGINE}.tensor_model_parallel_size=2", f"{SHARE}=0.4")
+    choice = chosen(H100, *given)
+    assert f"{SHARE}=0.4" in choice.overrides
+    assert not any(text.startswith(f"{ENGINE}.tensor_model_parallel_size") for text in choice.overrides)
+    assert any("TP2" in reason and "GiB stay free" in reason for reason in choice.reasons), choice.reasons
+    run = planned_run("gsm8k", (*choice.overrides, *given), H100, nodes=None, model=str(QWEN3.directory))
+    assert run.config.training_layout.tensor_model_parallel_size == 2
+    choice.write(tmp_path / "choice.json")
+    assert SHARE in (tmp_path / "choice.json").read_text(encoding="utf-8")
+
+
+def test_a_device_that_is_too_small_is_refused_with_reasons() -> None:
+    choice = chosen(replace(H100, memory_gib=2.1))
+    assert choice.overrides == () and "fits" in choice.reasons[-1]
+
+
+def test_memory_that_the_user_decides_is_not_searched() -> None:
+    choice = chosen(H100, f"{ENGINE}.param_offload=false")
+    assert not any("offload" in text for text in choice.overrides)
