@@ -58,10 +58,11 @@ class OwnProcesses:
             cwd=ROOT,
             start_new_session=True,
         )
-        if process.stdin is not None:
-            process.stdin.write(standard_input)
-            process.stdin.close()
         self._started.append(process)
+        if process.stdin is not None:
+            with suppress(BrokenPipeError):  # it has ended without reading; its exit status says why
+                process.stdin.write(standard_input)
+                process.stdin.close()
         return process
 
     def run(
