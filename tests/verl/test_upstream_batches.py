@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from pathlib import Path
 
@@ -12,8 +13,11 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
+from hf_formats.config import parse_hf_config
+from hf_formats.layer_tensors import layer_tensors
 from recipes.common.tokenizer import write_tokenizer
 from tests.parallel.launcher import run_ranks
+from tests.tiny_models import CONFIGS
 from verl.protocol import DataProto
 from verl.trainer.ppo import metric_utils
 from verl.utils import model as model_utils
@@ -212,3 +216,19 @@ def test_operations_of_each_kind_of_model_by_hand() -> None:
     assert FlopsCounter(PretrainedConfig(model_type="mamba")).estimate_flops([4], 1.0)[0] == 0
     with pytest.raises(ValueError, match="expected one of B, K, M"):
         get_device_flops("X")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_operations_of_every_family_are_those_of_its_tensors(name: str) -> None:
+    """A token meets every matrix but those of the experts that it is not sent to; embeddings count twice."""
+    raw = CONFIGS[name]
+    config, sizes = parse_hf_config(raw), {key: value for key, value in raw.items() if key != "rope_scaling"}
+    met = range(config.num_experts_per_tok)
+    weights = 2 * config.vocab_size * config.hidden_size
+    for layer in range(config.num_hidden_layers):
+        for tensor in layer_tensors(config, config.is_moe_layer(layer), met):
+            weights += math.prod(tensor.shape) if len(tensor.shape) == 2 else 0
+    heads = config.num_attention_heads * (config.qk_head_dim if config.is_mla else config.head_dim)
+    expected = 6 * weights * 4 + 12 * 16 * heads * config.num_hidden_layers
+    found, _ = FlopsCounter(PretrainedConfig(**sizes)).estimate_flops([4], 1.0)
+    assert found * 1e12 == pytest.approx(expected)

@@ -16,10 +16,16 @@ from verl.utils.device import resolve_device
 
 logger = logging.getLogger(__name__)
 
-_DENSE = {"llama", "qwen2", "qwen3", "mistral"}
-_EXPERTS = {"qwen2_moe", "qwen3_moe"}
-_LATENT = {"deepseek_v3"}
-VALID_CONFIG_TYPE = _DENSE | _EXPERTS | _LATENT
+# Sizes of every decoder that is counted; others decide what its attention and its layers are.
+_SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "intermediate_size",
+)
+_NUM_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 
 # Dense matrix products in bfloat16 of a device, by a part of its name; operations a second.
 _PEAKS = {
@@ -53,15 +59,21 @@ def get_device_flops(unit: str = "T") -> float:
 
 
 class FlopsCounter:
-    """Operations of steps of a model with a Hugging Face ``config``; 0 for a model type that it does not know."""
+    """Operations of steps of a decoder with a Hugging Face ``config``; 0 for one without a decoder's sizes.
+
+    Its keys say what it has: latent attention (``kv_lora_rank``) or attention in groups, experts under any of their
+    names, the dense layers before them.
+    """
 
     def __init__(self, config: Any) -> None:
         self.config = config
-        if config.model_type not in VALID_CONFIG_TYPE:
+        missing = [key for key in _SIZES if not getattr(config, key, None)]
+        self._is_counted = not missing
+        if missing:
             logger.warning(
-                "the operations of %s are not counted (only those of %s): its share of the peak is 0",
+                "the operations of %s are not counted, its config has no %s: its share of the peak is 0",
                 config.model_type,
-                ", ".join(sorted(VALID_CONFIG_TYPE)),
+                ", ".join(missing),
             )
 
     def estimate_flops(self, batch_seqlens: Sequence[int], delta_time: float) -> tuple[float, float]:
@@ -73,26 +85,30 @@ class FlopsCounter:
 
     def _sizes(self) -> tuple[int, int]:
         """(weights that a token meets, features of all heads of all layers)."""
-        config = self.config
-        if config.model_type not in VALID_CONFIG_TYPE:
+        if not self._is_counted:
             return 0, 0
+        config = self.config
         hidden, layers, heads = config.hidden_size, config.num_hidden_layers, config.num_attention_heads
-        embeddings = 2 * config.vocab_size * hidden
-        if config.model_type in _LATENT:
+        if getattr(config, "kv_lora_rank", None):
             width = config.qk_nope_head_dim + config.qk_rope_head_dim
             attention = self._latent_attention(width)
-            experts = config.moe_intermediate_size * (config.num_experts_per_tok + config.n_shared_experts)
-            of_experts = hidden * config.n_routed_experts + 3 * hidden * experts
-            num_dense = config.first_k_dense_replace
-            mlps = of_experts * (layers - num_dense) + 3 * hidden * config.intermediate_size * num_dense
-            return attention * layers + mlps + embeddings, width * heads * layers
-        width = getattr(config, "head_dim", None) or hidden // heads
-        attention = hidden * width * (2 * heads + 2 * config.num_key_value_heads)
-        if config.model_type in _EXPERTS:
-            mlp = 3 * hidden * config.moe_intermediate_size * config.num_experts_per_tok + hidden * config.num_experts
         else:
-            mlp = 3 * hidden * config.intermediate_size
-        return (attention + mlp) * layers + embeddings, width * heads * layers
+            width = getattr(config, "head_dim", None) or hidden // heads
+            attention = hidden * width * (2 * heads + 2 * config.num_key_value_heads)
+        return attention * layers + self._mlps() + 2 * config.vocab_size * hidden, width * heads * layers
+
+    def _mlps(self) -> int:
+        """Weights that a token meets in the dense layers, routers and experts."""
+        config = self.config
+        num_experts = next((count for key in _NUM_EXPERTS if (count := getattr(config, key, None))), 0)
+        num_dense = getattr(config, "first_k_dense_replace", None) or 0 if num_experts else config.num_hidden_layers
+        dense = 3 * config.hidden_size * config.intermediate_size * num_dense
+        if not num_experts:
+            return dense
+        width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+        num_met = config.num_experts_per_tok + (getattr(config, "n_shared_experts", None) or 0)
+        of_experts = config.hidden_size * (num_experts + 3 * width * num_met)
+        return dense + of_experts * (config.num_hidden_layers - num_dense)
 
     def _latent_attention(self, width: int) -> int:
         """Weights of a layer's attention with latent keys and values."""
