@@ -18,7 +18,7 @@ from pathlib import Path
 from tools.download_sources import SOURCES, Source
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
-_DESCRIPTION = ("*.json", "*.txt", "*.model", "*.jinja")  # of a model: everything but its weights
+DESCRIPTION = ("*.json", "*.txt", "*.model", "*.jinja")  # of a model: everything but its weights
 
 
 @dataclass(frozen=True)
@@ -83,13 +83,13 @@ def read_request(args: argparse.Namespace) -> Request:
         problems.append(f"--to {args.to} is not a folder")
     if args.source == "modelscope" and source.modelscope is None:
         problems.append(f"{args.name} is not on ModelScope: leave --source away (HF_ENDPOINT names a mirror)")
-    elif importlib.util.find_spec(_PACKAGES[args.source]) is None:
-        problems.append(f"--source {args.source} needs its package: pip install {_PACKAGES[args.source]}")
+    elif importlib.util.find_spec(PACKAGES[args.source]) is None:
+        problems.append(f"--source {args.source} needs its package: pip install {PACKAGES[args.source]}")
     if args.no_weights and source.is_dataset:
         problems.append(f"--no-weights is for models; {args.name} is a data set")
     if problems:
         raise ValueError("; ".join(problems))
-    patterns = _DESCRIPTION if args.no_weights else source.patterns if args.source == "huggingface" else None
+    patterns = DESCRIPTION if args.no_weights else source.patterns if args.source == "huggingface" else None
     return Request(source, args.source, patterns, args.revision, args.to.expanduser().absolute())
 
 
@@ -151,7 +151,7 @@ def _from_modelscope(request: Request) -> None:
     fetch(request.repo_id, revision=request.revision, local_dir=str(request.directory), allow_patterns=patterns)
 
 
-_PACKAGES = {"huggingface": "huggingface_hub", "modelscope": "modelscope"}
+PACKAGES = {"huggingface": "huggingface_hub", "modelscope": "modelscope"}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -160,7 +160,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("name", nargs="?", help="what to fetch; without it the names are listed")
     parser.add_argument("--to", type=Path, metavar="DIR", help="folder to download into")
-    parser.add_argument("--source", choices=sorted(_PACKAGES), default="huggingface", help="which hub (%(default)s)")
+    parser.add_argument("--source", choices=sorted(PACKAGES), default="huggingface", help="which hub (%(default)s)")
     parser.add_argument("--revision", help="branch, tag or commit (the hub's default branch)")
     parser.add_argument("--no-weights", action="store_true", help="of a model only config and tokenizer")
     return parser

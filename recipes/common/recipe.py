@@ -27,11 +27,14 @@ class Recipe:
     it in --help. ``check_input(path)`` raises ValueError for its faults, before anything starts. Where it is not set,
     ``problems_module`` generates problems as ``problems_output`` in the folder of the data. From either,
     ``data_module`` with ``data_arguments(job, path)`` makes ``data/train.parquet`` and ``data/test.parquet``.
-    ``accelerators`` are the devices on which ``full_config`` is the default. ``eval_variable`` names the evaluation
-    sets of a recipe that has several, ``name path name path ...``; ``eval_problems`` returns its faults, ``eval_sets``
-    the names of the files that the data stages write to data/eval. ``shards`` is the form of the weights that training
-    starts from; with ``converts_back`` the last checkpoint is converted to an HF directory. ``tiny_model`` is what it
-    starts from where no model is given, after ``warmup_steps`` optimizer steps on its corpus.
+    ``accelerators`` are the devices on which ``full_config`` is the default. A recipe with ``cpu_config`` takes any
+    model, also by its name on a hub: without MODEL_PATH it is ``tiny_config`` everywhere, with it ``cpu_config`` on a
+    CPU; its data is then ``hub_input``, a name of tools.download and the folder in what arrives, unless the user names
+    other. ``eval_variable`` names the evaluation sets of a recipe that has several, ``name path name path ...``;
+    ``eval_problems`` returns its faults, ``eval_sets`` the names of the files that the data stages write to data/eval.
+    ``shards`` is the form of the weights that training starts from; with ``converts_back`` the last checkpoint is
+    converted to an HF directory. ``tiny_model`` is what it starts from where no model is given, after ``warmup_steps``
+    optimizer steps on its corpus.
     """
 
     name: str
@@ -54,10 +57,20 @@ class Recipe:
     converts_back: bool = False
     tiny_model: TinyModel = DEEPSEEK_V3
     warmup_steps: int = 350
+    cpu_config: str | None = None
+    hub_input: tuple[str, str] | None = None
     eval_variable: str | None = None
     eval_default: str = ""
     eval_problems: Callable[[str], list[str]] = lambda text: []
     eval_sets: Callable[[Settings], tuple[str, ...]] = lambda settings: ()
+
+    def default_config(self, accelerator: str, has_model: bool) -> str:
+        """The config where the user names none, on this machine with or without MODEL_PATH."""
+        if self.cpu_config is not None and not has_model:
+            return self.tiny_config
+        if accelerator in self.accelerators:
+            return self.full_config
+        return self.cpu_config or self.tiny_config
 
     @property
     def config_dir(self) -> Path:

@@ -7,6 +7,7 @@ import resource
 import signal
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -16,6 +17,7 @@ from rich.table import Table
 from recipes.common.exit_status import BAD_INPUT
 from recipes.common.launcher import checks, hostfile, network
 from recipes.common.launcher.first_plan import first_plan
+from recipes.common.launcher.hub import fetch_model, hub_name
 from recipes.common.launcher.job import Job, resolve_config
 from recipes.common.launcher.node_run import NodeRun, Stopped
 from recipes.common.launcher.output_dir import only_run
@@ -62,7 +64,7 @@ def _run_or_print(recipe: Recipe, arguments: Sequence[str], console: Console) ->
     """Check everything, then run this node's part or print the plan; ValueError with every problem."""
     overrides = [argument for argument in arguments if argument not in ("--print-plan", "--no-plan")]
     others = _other_nodes(recipe, overrides)
-    job, problems = _read_job(recipe, overrides)
+    job, problems = _read_job(recipe, overrides, with_weights="--print-plan" not in arguments)
     if "--print-plan" in arguments:
         role = _role_for_plan(job)
         print_plan(job, role, [*problems, *checks.problems(job, role)], console, others)
@@ -83,8 +85,8 @@ def _run_or_print(recipe: Recipe, arguments: Sequence[str], console: Console) ->
         return _launch(job, role, others)
 
 
-def _read_job(recipe: Recipe, overrides: Sequence[str]) -> tuple[Job, list[str]]:
-    """The job, and what is wrong with variables and keys, whose defaults are in it.
+def _read_job(recipe: Recipe, overrides: Sequence[str], with_weights: bool) -> tuple[Job, list[str]]:
+    """The job, and what is wrong with variables and keys, whose defaults are in it; fetches a model that a hub has.
 
     ValueError where there is no config at all; it has the problems of everything else too.
     """
@@ -93,6 +95,9 @@ def _read_job(recipe: Recipe, overrides: Sequence[str]) -> tuple[Job, list[str]]
         settings = read_settings(recipe, overrides, os.environ, find_accelerator())
     except SettingsError as error:
         settings, problems = error.settings, error.problems
+    if recipe.cpu_config is not None and not problems and (name := hub_name(os.environ)):
+        fetched = fetch_model(name, settings.model_source, settings.output_dir, with_weights)
+        settings = replace(settings, model_path=fetched)
     try:
         config = resolve_config(settings)
     except ConfigError as error:

@@ -49,6 +49,7 @@ SETUP | text | yes | no takes VENV_DIR as it is and installs nothing, for exampl
 PLAN_DEVICE | text | the device of this node | planned for first: a name of tools/plan/devices, or a file
 RAY_AUTH_TOKEN | text | a file in OUTPUT_DIR | Ray's token; set the same one on all nodes if they share no disk
 """
+_HUBS = "hub that has a MODEL_PATH such as Qwen/Qwen3-0.6B: huggingface or modelscope"
 _ROWS = [[cell.strip() for cell in line.split("|")] for line in _TABLE.strip().splitlines()]
 REMOVED = {"CONTROL_PORT": "nodes meet at RAY_PORT, the port of Ray on the head"}
 
@@ -65,6 +66,7 @@ class Settings:
     eval_input: str = ""
     accelerator: str = CPU
     model_path: Path | None = None
+    model_source: str = "huggingface"
     dist_ckpt_path: Path | None = None
     seed: int = 42
     steps: int | None = None
@@ -106,19 +108,26 @@ class SettingsError(ValueError):
 
 def variables(recipe: Recipe) -> dict[str, tuple[str, str]]:
     """Default and meaning of every variable: the one list behind --help, --print-plan and the README's table."""
-    names = {"npu": "NPUs", "cuda": "GPUs"}
-    devices = " or ".join(names[device] for device in recipe.accelerators)
     eval_meaning = "evaluation sets of the same form: name path, and again for each"
     return {
         "CONFIG_NAME": (
-            f"{recipe.tiny_config}; with {devices} {recipe.full_config}",
+            _default_config(recipe),
             f"config in recipes/{recipe.name}/config, without .yaml",
         ),
         recipe.input_variable: (recipe.input_default, recipe.input_meaning),
         **({recipe.eval_variable: (recipe.eval_default, eval_meaning)} if recipe.eval_variable else {}),
+        **({"MODEL_SOURCE": ("huggingface", _HUBS)} if recipe.cpu_config else {}),
         "OUTPUT_DIR": (f"outputs/{recipe.name}", "everything the run writes, on a disk that all nodes share"),
         **{name: (default, meaning) for name, _, default, meaning in _ROWS},
     }
+
+
+def _default_config(recipe: Recipe) -> str:
+    names = {"npu": "NPUs", "cuda": "GPUs"}
+    devices = " or ".join(names[device] for device in recipe.accelerators)
+    if recipe.cpu_config is None:
+        return f"{recipe.tiny_config}; with {devices} {recipe.full_config}"
+    return f"{recipe.tiny_config}; with MODEL_PATH {recipe.cpu_config}, on {devices} {recipe.full_config}"
 
 
 def read_settings(
@@ -137,18 +146,19 @@ def read_settings(
         problems.append(f"{name}={text!r}: expected {expected}")
         return None
 
-    own_config = recipe.full_config if accelerator in recipe.accelerators else recipe.tiny_config
     names = {field.name for field in fields(Settings)}
     given = {name.lower(): read(name, kind) for name, kind, *_ in _ROWS if name.lower() in names}
+    given = {name: value for name, value in given.items() if value is not None}
     settings = Settings(
         recipe=recipe,
-        config_name=environment.get("CONFIG_NAME") or own_config,
+        config_name=environment.get("CONFIG_NAME") or recipe.default_config(accelerator, "model_path" in given),
         output_dir=read("OUTPUT_DIR", "path") or ROOT / "outputs" / recipe.name,
         overrides=tuple(overrides),
         input_path=read(recipe.input_variable, "path"),
         eval_input=environment.get(recipe.eval_variable, "").strip() if recipe.eval_variable else "",
         accelerator=accelerator,
-        **{name: value for name, value in given.items() if value is not None},
+        model_source=environment.get("MODEL_SOURCE", "").strip() or "huggingface",
+        **given,
     )
     problems += recipe.eval_problems(settings.eval_input)
     problems += [f"{name} is not used any more: {reason}" for name, reason in REMOVED.items() if environment.get(name)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,12 +57,28 @@ def _data_stages(job: Job) -> list[Stage]:
     settings, recipe = job.settings, job.settings.recipe
     if given := [text for text in settings.overrides if text.lstrip("+").startswith("data.train_files=")]:
         return [Stage("data", "Data", skip_reason=f"{given[-1]} is given")]
+    if settings.input_path is None and settings.model_path is not None and recipe.hub_input is not None:
+        name, inner = recipe.hub_input
+        directory = settings.output_dir / "hub" / name
+        data = module_stage("data", "Data", recipe.data_module, *recipe.data_arguments(job, directory / inner))
+        return [_fetch_stage(job, name, directory, directory / inner), data]
     source = settings.input_path or settings.data_dir / recipe.problems_output
     data = module_stage("data", "Data", recipe.data_module, *recipe.data_arguments(job, source))
     if settings.input_path is not None:
         return [data]
     arguments = ("--output", source, "--seed", settings.seed)
     return [module_stage("problems", "Problems", recipe.problems_module, *arguments), data]
+
+
+def _fetch_stage(job: Job, name: str, directory: Path, folder: Path) -> Stage:
+    """The data set from its hub; no network is needed once it is there."""
+    title = "Data set from its hub"
+    with suppress(ValueError):
+        job.settings.recipe.check_input(folder)
+        return Stage("fetch", title, skip_reason=f"it is in {directory}")
+    return module_stage(
+        "fetch", title, "tools.download", name, "--to", directory, "--source", job.settings.model_source
+    )
 
 
 def _bf16_stage(job: Job, published: Path) -> Stage:

@@ -1,0 +1,85 @@
+"""MODEL_PATH as a hub's name: fetched from a hub on this machine, with its data; refused where there is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from recipes.common.launcher.hub import fetch_model, hub_name
+from recipes.common.launcher.job import Job, resolve_config
+from recipes.common.launcher.settings import Settings, read_settings
+from recipes.common.launcher.stages import stages
+from recipes.common.recipe import ROOT, load_recipe
+from recipes.common.tiny_models import QWEN3
+from tests.tools.test_download import hub
+
+NAME = "Qwen/Qwen3-0.6B"
+FILES = {"tokenizer.json": b"{}", "tokenizer_config.json": b"{}", "model.safetensors": b"weights"}
+
+
+def run_on(endpoint: str, tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+    environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hf_home"), "HF_HUB_DISABLE_TELEMETRY": "1"}
+    environment |= {"MODEL_PATH": NAME, "OUTPUT_DIR": str(tmp_path / "out")}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def test_a_plan_needs_the_description_alone(tmp_path: Path) -> None:
+    content = {"config.json": json.dumps(QWEN3.config).encode(), **FILES}
+    with hub({f"models/{NAME}": content, NAME: content}) as endpoint:
+        done = run_on(endpoint, tmp_path, "-m", "recipes.common.launch", "gsm8k", "--print-plan")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Plan: gsm8k_cpu on 1 x 1 cpu devices" in done.stdout
+    fetched = tmp_path / "out" / "hub" / "Qwen--Qwen3-0.6B"
+    assert {path.name for path in fetched.iterdir() if path.is_file()} == {*content} - {"model.safetensors"}
+    assert f"tools.download gsm8k --to {tmp_path}/out/hub/gsm8k --source huggingface" in done.stdout
+
+
+def test_without_a_hub_nothing_starts(tmp_path: Path) -> None:
+    """The launcher lists this ValueError, as every other."""
+    call = f"fetch_model({NAME!r}, 'huggingface', Path({str(tmp_path)!r}), True)"
+    with hub({}) as endpoint:
+        done = run_on(endpoint, tmp_path, "-c", f"from recipes.common.launcher.hub import *; {call}")
+    expected = (
+        f"ValueError: MODEL_PATH {NAME}: no such directory here, and huggingface does not give a model of that name ("
+    )
+    assert expected in done.stderr
+    with pytest.raises(ValueError, match="MODEL_SOURCE is 'elsewhere'; expected huggingface or modelscope"):
+        fetch_model(NAME, "elsewhere", tmp_path, with_weights=True)
+
+
+def test_what_is_complete_is_not_fetched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = tmp_path / "hub" / "Qwen--Qwen3-0.6B"
+    directory.mkdir(parents=True)
+    (directory / ".complete").touch()
+    assert fetch_model(NAME, "huggingface", tmp_path, with_weights=True) == directory
+    monkeypatch.chdir(tmp_path)
+    assert hub_name({"MODEL_PATH": NAME}) == NAME
+    (tmp_path / NAME).mkdir(parents=True)
+    assert [hub_name({"MODEL_PATH": given}) for given in (NAME, f"/{NAME}", "./a", "Qwen3", "")] == [None] * 5
+
+
+def test_the_data_set_is_fetched_once_and_only_for_a_model(tmp_path: Path) -> None:
+    settings = read_settings(load_recipe("gsm8k"), [], {"OUTPUT_DIR": str(tmp_path)})
+    assert (settings.config_name, first_stage(settings)) == ("gsm8k_tiny", "problems")
+    given = {"OUTPUT_DIR": str(tmp_path), "MODEL_PATH": str(QWEN3.directory)}
+    settings = read_settings(load_recipe("gsm8k"), [], given)
+    assert (settings.config_name, first_stage(settings)) == ("gsm8k_cpu", "fetch")
+    assert read_settings(load_recipe("gsm8k"), [], given, "cuda").config_name == "gsm8k"
+    assert first_stage(replace(settings, input_path=tmp_path)) == "data"
+    main = tmp_path / "hub" / "gsm8k" / "main"
+    main.mkdir(parents=True)
+    for side in ("train", "test"):
+        (main / f"{side}-00000-of-00001.parquet").touch()
+    assert stages(Job(settings, resolve_config(settings)))[0].skip_reason == f"it is in {main.parent}"
+
+
+def first_stage(settings: Settings) -> str:
+    return stages(Job(settings, resolve_config(settings)))[0].name
