@@ -31,6 +31,7 @@ def run_on(endpoint: str, tmp_path: Path, *arguments: str) -> subprocess.Complet
     return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_a_plan_needs_the_description_alone(tmp_path: Path) -> None:
     content = {"config.json": json.dumps(QWEN3.config).encode(), **FILES}
     with hub({f"models/{NAME}": content, NAME: content}) as endpoint:
