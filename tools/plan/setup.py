@@ -15,7 +15,12 @@ from verl.trainer.config import PPOTrainerConfig, load_config
 
 MODELS = Path(__file__).with_name("models")
 TINY, TINY_DEVICE = "_tiny", "cpu"  # the end of the tiny configs' names, and where they run
-MODEL_OF_CONFIG = {"671b": "deepseek_v3", "moonlight": "moonlight_16b"}  # part of a config's name -> model
+MODEL_OF_CONFIG = {
+    "671b": "deepseek_v3",
+    "moonlight": "moonlight_16b",
+    "qwen3_30b": "qwen3_30b_a3b",
+    "qwen3_235b": "qwen3_235b_a22b",
+}  # part of a config's name -> model
 BALANCED, WORST = "balanced", "worst"
 EXPERT_LOAD = "actor/expert_load_max"
 # A plan needs no checkpoint, and a recipe's config names none until it is launched.
