@@ -12,9 +12,13 @@ from typing import Any
 
 import torch
 
+from hf_formats.families import FAMILIES
 from verl.utils.device import resolve_device
 
 logger = logging.getLogger(__name__)
+
+VALID_CONFIG_TYPE = {*FAMILIES, "mistral", "qwen2_moe"}
+"""Model types that are known to be counted right; any other is counted by its config's keys too."""
 
 # Sizes of every decoder that is counted; others decide what its attention and its layers are.
 _SIZES = (
