@@ -167,7 +167,7 @@ def test_the_table_has_what_the_big_configs_need() -> None:
     """Memory with a quarter on top, disk with all checkpoints at once: the figures of tested.toml, computed again."""
     hf, moonlight = parse_hf_config(tiny_hf_config(**DEEPSEEK_V3)), parse_hf_config(MOONLIGHT)
     for row in load_table()[1]:
-        if row.config.endswith("_tiny"):
+        if row.device == "any":
             continue  # measured
         config = load_config([], config_name=row.config, config_dir=load_recipe(row.recipe).config_dir)
         assert (row.device, row.num_devices) == (config.trainer.device, config.trainer.n_gpus_per_node)
