@@ -42,9 +42,8 @@ def trained(folder: Path) -> list[dict[str, Any]]:
     return [row for row in rows if row["step"]]
 
 
-@pytest.mark.parametrize(
-    "setting", [next(iter(SETTINGS)), *(pytest.param(name, marks=pytest.mark.slow) for name in list(SETTINGS)[1:])]
-)
+@pytest.mark.slow  # three runs of the recipe
+@pytest.mark.parametrize("setting", SETTINGS)
 def test_halves_of_a_run_are_those_of_the_whole(
     local_ray: None, converted: Prepared, uninterrupted: Job, tmp_path: Path, setting: str
 ) -> None:

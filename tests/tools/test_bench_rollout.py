@@ -66,6 +66,7 @@ def test_rollout_beside_transformers(
     assert "lead over transformers, shared / mixed" in printed
 
 
+@pytest.mark.slow
 def test_a_step_of_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "report.json"
     assert step.main(f"{TINY} --checkpoint tiny --samples 2 --steps 1 --json {file}".split()) == 0

@@ -42,7 +42,8 @@ def setup(repo: Path, *args: str, **environment: str) -> subprocess.CompletedPro
     )
 
 
-@pytest.mark.parametrize("is_mended", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_mended", [False, True])
 def test_two_at_once_make_one_environment_that_is_made_again_when_a_pin_changes(repo: Path, is_mended: bool) -> None:
     """An install that fails is not taken for a finished one: nothing says that it is, and it is made anew."""
     with ThreadPoolExecutor(2) as pool:
