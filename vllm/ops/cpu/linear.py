@@ -45,13 +45,11 @@ class LinearOps:
         calls = self._calls
         x_TI = calls.converted(last_contiguous(x_TI), weight_OI.dtype)
         weight: tuple[Tensor | np.ndarray | int | None, ...]
-        if isinstance(weight_OI, PanelWeight):
-            assert calls.takes_panels(x_TI.dtype) and weight_OI.num_experts == 1
-            parts, size_out, size_in = 1, weight_OI.rows, weight_OI.columns
-            mode, weight = calls.mode(x_TI), (None, 0, 0, 0, weight_OI.addresses())
-        elif isinstance(weight_OI, CompressedWeight):
-            assert calls.takes_rows(x_TI.dtype) and weight_OI.num_experts == 1
-            parts, size_out, size_in = weight_OI.num_parts, weight_OI.rows, weight_OI.columns
+        if isinstance(weight_OI, PanelWeight | CompressedWeight):
+            is_panels = isinstance(weight_OI, PanelWeight)  # whose parts lie one below the other
+            assert weight_OI.num_experts == 1
+            assert calls.takes_panels(x_TI.dtype) if is_panels else calls.takes_rows(x_TI.dtype)
+            parts, size_out, size_in = 1 if is_panels else weight_OI.num_parts, weight_OI.rows, weight_OI.columns
             mode, weight = calls.mode(x_TI), (None, 0, 0, 0, weight_OI.addresses())
         else:
             assert isinstance(weight_OI, Tensor)

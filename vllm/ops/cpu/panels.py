@@ -7,6 +7,7 @@ its start to its end, and products of many rows do not pack them first. Letters:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -30,20 +31,20 @@ class PanelWeight(PackedWeight):
 
     def __init__(self, num_experts: int, part_rows: Sequence[int], columns: int) -> None:
         super().__init__(num_experts, len(part_rows), sum(part_rows), columns, torch.bfloat16)
-        self.part_rows = list(part_rows)
+        self.part_rows, self._first_rows = list(part_rows), [0, *accumulate(part_rows)][:-1]
         self.memory = nn.Parameter(
             torch.empty(num_experts, self.rows, columns, dtype=torch.bfloat16), requires_grad=False
         )
-        self._addresses = np.zeros((num_experts, self.num_parts), dtype=np.int64)
+        rows = np.arange(num_experts, dtype=np.int64)[:, None] * self.rows + np.array(self._first_rows)
+        self._offsets = rows * (columns * self.memory.element_size()) + 2
+        self._addresses = np.zeros_like(self._offsets)
 
     def addresses(self) -> np.ndarray:
         """int64 [experts, parts], for kernels: the address of each matrix plus 2.
 
         The array is always the same memory: captured calls read it anew.
         """
-        first_rows = np.cumsum([0, *self.part_rows[:-1]]) + np.arange(self.num_experts)[:, None] * self.rows
-        self._addresses[:] = self.memory.data_ptr() + 2 + first_rows * (self.columns * self.memory.element_size())
-        return self._addresses
+        return np.add(self._offsets, self.memory.data_ptr(), out=self._addresses)
 
     def rows_of(self, index: int) -> int:
         return self.part_rows[index % self.num_parts]
@@ -63,5 +64,5 @@ class PanelWeight(PackedWeight):
 
     def _matrix(self, index: int) -> Tensor:
         expert, part = divmod(index, self.num_parts)
-        first = sum(self.part_rows[:part])
+        first = self._first_rows[part]
         return self.memory.data[expert, first : first + self.part_rows[part]]

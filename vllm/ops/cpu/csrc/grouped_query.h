@@ -81,8 +81,8 @@ template <class T>
 static void write_grouped(GroupedPages<T> pages, const T* qkv, long token_stride, long tokens, long heads, const T* bias,
                           const T* q_weight, const T* k_weight, float eps, const float* cos, const float* sin, long turned,
                           const int64_t* slots, T* q) {
-  const long size = pages.channels, groups = pages.kv_heads, work = tokens * (heads + 2 * groups) * size;
-#pragma omp parallel for num_threads(work < 8192 ? 1 : omp_get_max_threads())
+  const long size = pages.channels, groups = pages.kv_heads;
+#pragma omp parallel for num_threads(threads_for(tokens * (heads + 2 * groups) * size))
   for (long t = 0; t < tokens; ++t) {
     const T* row = qkv + t * token_stride;
     const float *c = cos + t * turned, *s = sin + t * turned;

@@ -43,8 +43,6 @@ static void turn_row(const T* x, const float* cos, const float* sin, long size, 
   }
 }
 
-static inline int threads_for(long work) { return work < 8192 ? 1 : omp_get_max_threads(); }
-
 template <class T>
 static void rms_norm(const T* x, long stride, long tokens, long size, const T* weight, float eps, T* out) {
 #pragma omp parallel for num_threads(threads_for(tokens * size))

@@ -8,6 +8,8 @@
 #include <cstdlib>
 #include <new>
 
+static inline int threads_for(long work) { return work < 8192 ? 1 : omp_get_max_threads(); }
+
 class Buffer {  // belongs to one thread; grows, never shrinks
  public:
   ~Buffer() { std::free(memory_); }
