@@ -18,7 +18,7 @@ from vllm.distributed.parallel_state import GroupCoordinator, ParallelState
 from vllm.model_executor.model_loader.fp8_weight_view import hold_in_fp8
 from vllm.model_executor.model_loader.rank_shards import rank_shards
 from vllm.model_executor.model_loader.weight_view import WeightView
-from vllm.model_executor.models.registry import MODELS
+from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.ops.contract import resolve
 from vllm.transformers_utils.config import HFConfig, load_config
 
@@ -44,7 +44,7 @@ def views_of(hf: HFConfig, config: ParallelConfig, quantization: str | None) -> 
     ]
     with torch.device("meta"):
         ops = resolve("vllm.ops.cpu:default_ops")
-        model = MODELS[hf.architecture](hf, 64, ParallelState(config, *coordinators), ops, torch.device("meta"))
+        model = CausalLM(hf, 64, ParallelState(config, *coordinators), ops, torch.device("meta"))
     return hold_in_fp8(model.weight_views) if quantization else model.weight_views
 
 

@@ -19,7 +19,7 @@ from tools.plan.timing.work import model_work
 from tools.plan.world import own_groups, planned_rank
 from vllm.config import ParallelConfig
 from vllm.distributed.parallel_state import GroupCoordinator, ParallelState
-from vllm.model_executor.models.registry import MODELS
+from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.ops.contract import resolve
 
 TRAINING: dict[str, dict[str, Any]] = {
@@ -75,7 +75,7 @@ def test_rollout_ranks(name: str) -> None:
             ranks = [GroupCoordinator(size - 1, size, None) for size in (tp, dp, config.expert_parallel_size, 1)]
             with torch.device("meta"):
                 ops, device = resolve("vllm.ops.cpu:default_ops"), torch.device("meta")
-                model = MODELS[hf.architecture](hf, 64, ParallelState(config, *ranks), ops, device)
+                model = CausalLM(hf, 64, ParallelState(config, *ranks), ops, device)
             gates = sum(x.numel() for key, x in model.named_parameters() if key.endswith(".mlp.gate"))
             expert_ranks = tp * dp if has_ep else tp
             found = rollout_rank(hf, tp, expert_ranks, shares)

@@ -22,7 +22,6 @@ from vllm.model_executor.model_loader.digest import WeightDigest
 from vllm.model_executor.model_loader.fp8_weight_view import Fp8Pairs, hold_in_fp8, weight_storage
 from vllm.model_executor.model_loader.shard_writer import ShardWriter, WeightUpdate
 from vllm.model_executor.models.causal_lm import CausalLM
-from vllm.model_executor.models.registry import MODELS
 from vllm.ops.contract import KVCache, RolloutOps
 from vllm.platforms import Platform
 from vllm.utils import async_tensor_h2d
@@ -253,7 +252,7 @@ class Worker:
         try:
             with self.device:
                 hf = self.config.model.hf
-                return MODELS[hf.architecture](hf, self.config.model.max_model_len, parallel, ops, self.device)
+                return CausalLM(hf, self.config.model.max_model_len, parallel, ops, self.device)
         finally:
             torch.set_default_dtype(default_dtype)
 
