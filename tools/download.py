@@ -83,14 +83,20 @@ def read_request(args: argparse.Namespace) -> Request:
         problems.append(f"--to {args.to} is not a folder")
     if args.source == "modelscope" and source.modelscope is None:
         problems.append(f"{args.name} is not on ModelScope: leave --source away (HF_ENDPOINT names a mirror)")
-    elif importlib.util.find_spec(PACKAGES[args.source]) is None:
-        problems.append(f"--source {args.source} needs its package: pip install {PACKAGES[args.source]}")
+    elif advice := missing_package(args.source):
+        problems.append(f"--source {args.source} {advice}")
     if args.no_weights and source.is_dataset:
         problems.append(f"--no-weights is for models; {args.name} is a data set")
     if problems:
         raise ValueError("; ".join(problems))
     patterns = DESCRIPTION if args.no_weights else source.patterns if args.source == "huggingface" else None
     return Request(source, args.source, patterns, args.revision, args.to.expanduser().absolute())
+
+
+def missing_package(hub: str) -> str | None:
+    """What to install for a hub, None when it is there."""
+    package = PACKAGES[hub]
+    return None if importlib.util.find_spec(package) else f"needs its package: pip install {package}"
 
 
 def download(request: Request) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from tools.download import DESCRIPTION, PACKAGES, Request, download
+from tools.download import DESCRIPTION, PACKAGES, Request, download, missing_package
 from tools.download_sources import Source
 
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # owner and model, of which neither begins with a dot
@@ -27,8 +26,8 @@ def fetch_model(name: str, hub: str, output_dir: Path, with_weights: bool) -> Pa
     """
     if hub not in PACKAGES:
         raise ValueError(f"MODEL_SOURCE is {hub!r}; expected {' or '.join(sorted(PACKAGES))}")
-    if importlib.util.find_spec(PACKAGES[hub]) is None:
-        raise ValueError(f"MODEL_SOURCE={hub} needs its package: pip install {PACKAGES[hub]}")
+    if advice := missing_package(hub):
+        raise ValueError(f"MODEL_SOURCE={hub} {advice}")
     directory = output_dir / "hub" / name.replace("/", "--")
     if (directory / _COMPLETE).is_file():
         return directory
