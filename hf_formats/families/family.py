@@ -40,13 +40,20 @@ class Family:
 def grouped_query_fields(raw: Raw) -> Fields:
     """Attention in groups of query heads, without norms or biases; ``partial_rotary_factor`` turns a part of a head."""
     head_dim = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
-    share = raw.get("partial_rotary_factor") or (raw.get("rope_parameters") or {}).get("partial_rotary_factor") or 1.0
     return {
         "num_key_value_heads": raw["num_key_value_heads"],
         "head_dim": head_dim,
-        "rope_dim": int(head_dim * share),
+        "rope_dim": int(head_dim * (partial_rotary_factor(raw) or 1.0)),
         "tie_word_embeddings": bool(raw.get("tie_word_embeddings", False)),
     }
+
+
+def partial_rotary_factor(raw: Raw) -> float | None:
+    """The share of a head's channels that positions turn, None where config.json does not give it.
+
+    transformers 5 writes it among the ``rope_parameters``.
+    """
+    return raw.get("partial_rotary_factor") or (raw.get("rope_parameters") or {}).get("partial_rotary_factor")
 
 
 def grouped_query_problems(raw: Raw) -> list[str]:

@@ -12,6 +12,7 @@ from hf_formats.families.family import (
     expert_problems,
     grouped_query_fields,
     grouped_query_problems,
+    partial_rotary_factor,
 )
 
 
@@ -21,9 +22,9 @@ def fields(raw: Raw) -> Fields:
 
 
 def problems(raw: Raw) -> list[str]:
-    required = ("first_k_dense_replace", "routed_scaling_factor", "partial_rotary_factor")
-    shares = {key: value for key, value in (raw.get("rope_parameters") or {}).items() if key == required[-1]}
-    return expert_problems({**shares, **raw}, *required) + grouped_query_problems(raw)
+    found = [] if partial_rotary_factor(raw) else ["partial_rotary_factor is missing"]
+    found += expert_problems(raw, "first_k_dense_replace", "routed_scaling_factor")
+    return found + grouped_query_problems(raw)
 
 
 FAMILY = Family("glm4_moe", "Glm4MoeForCausalLM", GROUPED_QUERY_SIZES + EXPERT_SIZES, fields, problems)
