@@ -68,15 +68,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--train-parquet", type=Path, required=True, help="train.parquet of the recipe's data script")
     parser.add_argument("--output-dir", type=Path, required=True, help="directory to make")
     parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--num-steps", type=int, help="optimizer steps of the warm-up (the recipe's)")
+    parser.add_argument("--num-steps", type=int, default=350, help="optimizer steps of the warm-up")
     parser.add_argument("--batch-size", type=int, default=128, help="texts per step, at most")
     parser.add_argument("--num-processes", type=int, default=2, help="data-parallel processes; part of the result")
 
     def body(args: argparse.Namespace) -> None:
         options = dict(vars(args))
         recipe = load_recipe(options.pop("recipe"))
-        if options["num_steps"] is None:
-            options["num_steps"] = recipe.warmup_steps
         is_new = make_base_model(recipe.corpus, **options, tiny=recipe.tiny_model)
         say(f"base model {'written to' if is_new else 'is complete; nothing to do:'} {args.output_dir}")
 

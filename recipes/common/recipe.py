@@ -33,8 +33,8 @@ class Recipe:
     other. ``eval_variable`` names the evaluation sets of a recipe that has several, ``name path name path ...``;
     ``eval_problems`` returns its faults, ``eval_sets`` the names of the files that the data stages write to data/eval.
     ``shards`` is the form of the weights that training starts from; with ``converts_back`` the last checkpoint is
-    converted to an HF directory. ``tiny_model`` is what it starts from where no model is given, after ``warmup_steps``
-    optimizer steps on its corpus.
+    converted to an HF directory. ``tiny_model`` is what it starts from where no model is given, after a warm-up on its
+    corpus.
     """
 
     name: str
@@ -56,7 +56,6 @@ class Recipe:
     shards: Literal["mp_rank", "torch_dist"] = "mp_rank"
     converts_back: bool = False
     tiny_model: TinyModel = DEEPSEEK_V3
-    warmup_steps: int = 350
     cpu_config: str | None = None
     hub_input: tuple[str, str] | None = None
     eval_variable: str | None = None

@@ -24,7 +24,6 @@ RECIPE = Recipe(
     reward="reward.py",
     corpus=CORPUS,
     tiny_model=tiny_models.QWEN3,
-    warmup_steps=350,
     cpu_config="gsm8k_cpu",
     hub_input=("gsm8k", "main"),
     input_variable="INPUT_DIR",

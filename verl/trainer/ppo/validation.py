@@ -48,9 +48,9 @@ class Validator:
         Transcripts are written to ``val_generations/step_N.jsonl``.
         """
         n = self.config.actor_rollout_ref.rollout.val_kwargs.n
-        outputs, pending = [], []
+        outputs, pending, passes = [], [], self._passes()
         with marked_timer("testing", timing):
-            for name, dataset, is_greedy in self._passes():
+            for name, dataset, is_greedy in passes:
                 for batch in self._batches(step, dataset, n, is_greedy):
                     batch.non_tensor_batch["val_set"] = np.array([name] * len(batch), dtype=object)
                     outputs.append(batch)
@@ -65,7 +65,7 @@ class Validator:
             np.concatenate([batch.non_tensor_batch[key] for batch in outputs]) for key in ("data_source", "val_set")
         )
         lengths = torch.cat([batch.batch["response_mask"].sum(-1) for batch in outputs])
-        own = ~np.isin(sets, [name for name, _, is_greedy in self._passes() if is_greedy])
+        own = ~np.isin(sets, [name for name, _, is_greedy in passes if is_greedy])
         own_parts = {name: values[own] for name, values in parts.items()}
         metrics = compute_validation_metrics(sources[own], own_parts, lengths[torch.from_numpy(own)], n)
         metrics |= compute_set_metrics(sets, parts, lengths)
