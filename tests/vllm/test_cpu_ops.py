@@ -114,6 +114,18 @@ def rows_of(ops: RolloutOps, dtype: torch.dtype, rows: slice) -> list[Tensor]:
     ]
 
 
+@pytest.mark.parametrize("experts", [5, 16, 37, 128])
+def test_routing_takes_the_first_of_equal_experts_and_survives_nan(experts: int) -> None:
+    """As an argmax from the front would: equal logits by index, experts named once, none outside of the range."""
+    ops = TABLES["fp32"][0]
+    logits = torch.stack([torch.zeros(experts), torch.arange(experts) % 3.0, torch.full((experts,), torch.nan)])
+    for scoring in ("sigmoid", "softmax"):
+        _, ids = ops.topk_router(logits, None, 4, 1, 1, True, 1.0, scoring)
+        assert ids[0].tolist() == [0, 1, 2, 3]
+        assert ids[1].tolist() == [i for value in (2, 1, 0) for i in range(value, experts, 3)][:4]
+        assert ((ids[2] >= 0) & (ids[2] < experts)).all()
+
+
 @pytest.mark.parametrize("how", list(TABLES))
 def test_a_row_is_the_same_in_any_batch(how: str) -> None:
     table, dtype = TABLES[how]

@@ -260,8 +260,8 @@ static void kernel(const float* x, const float* packed, const typename M::T* row
     if constexpr (IS_PACKED) {
       low = load(packed), high = load(packed + LANES);
       packed += PANEL;
-      __builtin_prefetch(row);
-      if constexpr (M::is_dot) __builtin_prefetch(row + stride);
+      __builtin_prefetch(row, 0, 2);  // to the second-level cache: the first has too few reads under way
+      if constexpr (M::is_dot) __builtin_prefetch(row + stride, 0, 2);
       row += (M::is_dot ? 2 : 1) * stride;
     } else if constexpr (M::is_dot) {
       __builtin_prefetch(row + DEPTH * stride);

@@ -116,7 +116,7 @@ static void multiply_rows(const float* a, Vector vector_of, long pieces, long st
     for (long i = 0; i < steps; ++i, a += is_split<M> ? 2 : 1) {
       if (ahead)
 #pragma GCC unroll 8
-        for (int c = 0; c < COLUMNS; ++c) __builtin_prefetch(ahead[c] + (p * steps + i) * LANES);
+        for (int c = 0; c < COLUMNS; ++c) __builtin_prefetch(ahead[c] + (p * steps + i) * LANES, 0, 2);
 #pragma GCC unroll 8
       for (int c = 0; c < COLUMNS; ++c) {
         const vf words = load(b[c] + i * b_stride);

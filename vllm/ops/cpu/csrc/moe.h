@@ -172,6 +172,17 @@ static void fused_experts(Batch<const typename M::T> x, long tokens, long choice
   }
 }
 
+// The index of the largest value, the first of equal ones; 0 where all are NaN.
+static inline long first_of_largest(const float* values, long count) {
+  vf peak = splat(-INFINITY);
+  long i = 0;
+  for (; i + LANES <= count; i += LANES) peak = maximum(peak, load(values + i));
+  float largest_value = largest(peak);
+  for (; i < count; ++i) largest_value = std::max(largest_value, values[i]);
+  const long found = std::find(values, values + count, largest_value) - values;
+  return found < count ? found : 0;
+}
+
 // DeepSeek's routing of one token; ids are in descending order of their scores.
 static void route(const float* logits, const float* bias, long experts, long top_k, long groups, long kept_groups,
                   bool normalize, float scaling, bool is_softmax, float* scores, float* choice, float* weights,
@@ -210,9 +221,7 @@ static void route(const float* logits, const float* bias, long experts, long top
   }
   float total = 0;
   for (long k = 0; k < top_k; ++k) {
-    long best = 0;
-    for (long e = 1; e < experts; ++e)
-      if (choice[e] > choice[best]) best = e;
+    const long best = first_of_largest(choice, experts);
     ids[k] = best, weights[k] = scores[best], total += scores[best];
     choice[best] = -INFINITY;
   }
