@@ -19,7 +19,7 @@ from vllm.ops.cpu.panels import PanelWeight, is_worth_panels
 from vllm.ops.cpu.table import cpu_table
 
 OPS = cpu_table(Bfloat16Products.DOT)
-LARGE = {"hidden_size": 512, "intermediate_size": 512, "moe_intermediate_size": 160, "head_dim": 64}
+LARGE = {"vocab_size": 640, "hidden_size": 512, "intermediate_size": 512, "moe_intermediate_size": 160, "head_dim": 64}
 
 
 def normal(*shape: int) -> Tensor:
@@ -61,6 +61,12 @@ def test_products_are_those_of_the_values(rows: int) -> None:
     assert torch.equal(found, OPS.fused_experts(x, w13, w2, weights, ids, 1))
 
 
+def test_rows_are_looked_up() -> None:
+    values = normal(1, 224, 70)
+    ids = torch.tensor([0, 31, 32, 223, 100, 31])
+    assert torch.equal(OPS.embedding(ids, panels_of(values, [224])), values[0, ids])
+
+
 def plain_pairs() -> RolloutOps:
     return replace(OPS, new_weight=partial(OPS.new_weight, may_pack=False))
 
@@ -79,8 +85,10 @@ def test_an_engine_answers_as_with_plain_weights(name: str, tmp_path: Path) -> N
     for ops in ("plain_pairs", "packed_pairs"):
         arguments = {"skip_tokenizer_init": True, "max_model_len": 32, "dtype": "bfloat16", "enforce_eager": False}
         llm = LLM(path, rollout_ops=f"{__name__}:{ops}", num_gpu_blocks_override=64, **arguments)
-        num_packed = sum(isinstance(module, PanelWeight) for module in llm.core.worker.model.modules())
-        assert (num_packed > 0) == (ops == "packed_pairs")
+        model = llm.core.worker.model
+        for layer in (model.layers[0].self_attn, model.embed_tokens, model.lm_head):
+            packed = any(isinstance(module, PanelWeight) for module in layer.modules())
+            assert packed == (ops == "packed_pairs")
         one = [[(o.outputs[0].token_ids, o.outputs[0].sampled_logprobs) for o in llm.generate(prompts, params)]]
         one.append(llm.weights_digest())
         llm.sleep(1)

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from vllm.config import LOGPROBS_MODES
@@ -260,6 +261,10 @@ class RolloutOps:
     # what it multiplies with in that form too (`WeightCopies`).
     copies_strided_weights: bool = False
     new_weight: NewWeight = new_plain_weight
+    # embedding(ids_T, weight) -> [T, I], rows of a weight that `new_weight` made with `by_row`.
+    embedding: Callable[[Tensor, Any], Tensor] = F.embedding
+    # as_float32(x) -> x in fp32, itself where it is. Logits are the largest tensors of a step.
+    as_float32: Callable[[Tensor], Tensor] = Tensor.float
     # None: the device does one thing after the other.
     run_beside: RunBeside | None = None
     # add_layer(x, layer, given) -> x + layer(given), for a layer that treats each row alone; x may be overwritten.

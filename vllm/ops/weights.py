@@ -87,20 +87,34 @@ class NewWeight(Protocol):
     """Makes the weight of one layer, uninitialised, in torch's default dtype and on its default device."""
 
     def __call__(
-        self, out_sizes: Sequence[int], in_size: int, num_experts: int | None = None, *, may_pack: bool = True
+        self,
+        out_sizes: Sequence[int],
+        in_size: int,
+        num_experts: int | None = None,
+        *,
+        by_row: bool = False,
+        may_pack: bool = True,
     ) -> Weight:
         """Return [sum(out_sizes), in_size], matrices of one input one below the other, or that of each expert.
 
+        by_row: its rows are also looked up (`RolloutOps.embedding`).
         may_pack: whether it may be a `PackedWeight`, with one part for each of `out_sizes`.
         """
 
 
 def new_plain_weight(
-    out_sizes: Sequence[int], in_size: int, num_experts: int | None = None, *, may_pack: bool = True
+    out_sizes: Sequence[int],
+    in_size: int,
+    num_experts: int | None = None,
+    *,
+    by_row: bool = False,
+    may_pack: bool = True,
 ) -> Weight:
-    """Return a parameter [(E,) O, I] whose memory is [(E,) I, O], as grouped products want it."""
-    shape = (in_size, sum(out_sizes)) if num_experts is None else (num_experts, in_size, sum(out_sizes))
-    return nn.Parameter(torch.empty(shape).transpose(-1, -2), requires_grad=False)
+    """Return a parameter [(E,) O, I] whose memory is [(E,) I, O], as grouped products want it; by row [(E,) O, I]."""
+    experts = () if num_experts is None else (num_experts,)
+    if by_row:
+        return nn.Parameter(torch.empty(*experts, sum(out_sizes), in_size), requires_grad=False)
+    return nn.Parameter(torch.empty(*experts, in_size, sum(out_sizes)).transpose(-1, -2), requires_grad=False)
 
 
 @dataclass(frozen=True)

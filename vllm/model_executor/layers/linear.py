@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vllm.distributed.parallel_state import GroupCoordinator
@@ -80,35 +79,33 @@ class RowParallelLinear(nn.Module):
 class VocabParallelEmbedding(nn.Module):
     """Rows of the vocabulary split over TP."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, tp: GroupCoordinator) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, ops: RolloutOps, tp: GroupCoordinator) -> None:
         super().__init__()
+        self.ops = ops
         self.vocab_size, self.hidden_size, self.tp = vocab_size, hidden_size, tp
-        self.weight = empty_parameter(vocab_size // tp.world_size, hidden_size)
+        self.weight = ops.new_weight([vocab_size // tp.world_size], hidden_size, by_row=True)
 
     def forward(self, ids_T: Tensor) -> Tensor:
         """[T] -> [T, H]."""
         if self.tp.world_size == 1:
-            return F.embedding(ids_T, self.weight)
-        local_ids = ids_T - self.tp.rank_in_group * len(self.weight)
-        is_elsewhere = (local_ids < 0) | (local_ids >= len(self.weight))
-        embedded = F.embedding(local_ids.masked_fill(is_elsewhere, 0), self.weight)
+            return self.ops.embedding(ids_T, self.weight)
+        rows = local_slice(self.vocab_size, self.tp)
+        is_elsewhere = (ids_T < rows.start) | (ids_T >= rows.stop)
+        embedded = self.ops.embedding((ids_T - rows.start).masked_fill(is_elsewhere, 0), self.weight)
         return self.tp.all_reduce(embedded.masked_fill_(is_elsewhere[:, None], 0.0))
 
     def weight_views(self, name: str) -> dict[str, WeightView]:
-        rows = (local_slice(self.vocab_size, self.tp),)
-        return {name: WeightView((self.vocab_size, self.hidden_size), self.weight, (slice(None),), rows)}
+        rows = local_slice(self.vocab_size, self.tp)
+        own = slice(0, rows.stop - rows.start)
+        return {name: view_of(self.weight, (self.vocab_size, self.hidden_size), (rows,), 0, own)}
 
 
 class ParallelLMHead(VocabParallelEmbedding):
     """The output matrix, split like the embedding; its logits are gathered."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, ops: RolloutOps, tp: GroupCoordinator) -> None:
-        super().__init__(vocab_size, hidden_size, tp)
-        self.ops = ops
-
     def forward(self, x_BH: Tensor) -> Tensor:
         """[B, H] -> fp32 logits [B, V], the same on every TP rank."""
-        logits = self.ops.linear(x_BH, self.weight).float()
+        logits = self.ops.as_float32(self.ops.linear(x_BH, self.weight))
         if self.tp.world_size == 1:
             return logits
         return self.tp.all_gather(logits).permute(1, 0, 2).reshape(len(x_BH), self.vocab_size)

@@ -86,7 +86,7 @@ def _make_layer(hf: HFConfig, layer: int, parallel: ParallelState, ops: RolloutO
 class CausalLM(nn.Module):
     """This rank's part of a model. Parameters are empty until `load_weights`.
 
-    A tied head is the embedding's parameter; a checkpoint's copy of it is passed over.
+    A tied head is the embedding's weight; a checkpoint's copy of it is passed over.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class CausalLM(nn.Module):
     ) -> None:
         super().__init__()
         self.hf, self.ops, self.tp_size = hf, ops, parallel.tp.world_size
-        self.embed_tokens = VocabParallelEmbedding(hf.vocab_size, hf.hidden_size, parallel.tp)
+        self.embed_tokens = VocabParallelEmbedding(hf.vocab_size, hf.hidden_size, ops, parallel.tp)
         self.layers = nn.ModuleList(_make_layer(hf, layer, parallel, ops) for layer in range(hf.num_hidden_layers))
         self.norm = Norm(hf.hidden_size)
         self.lm_head = ParallelLMHead(hf.vocab_size, hf.hidden_size, ops, parallel.tp)

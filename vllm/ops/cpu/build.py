@@ -41,6 +41,7 @@ _ARGUMENTS = {  # q: an integer or an address, d: a float; in the order of KERNE
     "cpu_add": "5q",
     "cpu_widen": "3q",
     "cpu_take_rows": "5q",
+    "cpu_take_panel_rows": "5q",
 }
 _CALLS = {name: (number, Struct("q" + form)) for number, (name, form) in enumerate(_ARGUMENTS.items())}
 

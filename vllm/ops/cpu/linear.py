@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import Tensor
 
 from vllm.ops.cpu.calls import KernelCalls, last_contiguous
 from vllm.ops.cpu.compressed import CompressedWeight, is_worth_compressing
@@ -18,28 +19,33 @@ from vllm.ops.weights import Weight, new_plain_weight
 
 
 class LinearOps:
-    """See ``RolloutOps.linear``, ``head_linear`` and ``new_weight``."""
+    """See ``RolloutOps.linear``, ``embedding``, ``head_linear`` and ``new_weight``."""
 
     def __init__(self, calls: KernelCalls) -> None:
         self._calls = calls
 
     def new_weight(
-        self, out_sizes: Sequence[int], in_size: int, num_experts: int | None = None, *, may_pack: bool = True
+        self,
+        out_sizes: Sequence[int],
+        in_size: int,
+        num_experts: int | None = None,
+        *,
+        by_row: bool = False,
+        may_pack: bool = True,
     ) -> Weight:
         """Weights for tiles are compressed, and those for pairs are panels, where it pays. Both of an expert's weights
-        must be, or neither.
+        must be, or neither. Rows of compressed weights cannot be looked up.
         """
         dtype, count = torch.get_default_dtype(), 1 if num_experts is None else num_experts
         if may_pack and self._calls.takes_panels(dtype) and is_worth_panels(out_sizes, in_size, count):
             return PanelWeight(count, out_sizes, in_size)
-        if not self._calls.takes_rows(dtype):
-            return new_plain_weight(out_sizes, in_size, num_experts)
+        if by_row or not self._calls.takes_rows(dtype):
+            return new_plain_weight(out_sizes, in_size, num_experts, by_row=by_row)
         size, both_ways = out_sizes[0], num_experts is not None
         are_equal = all(other == size for other in out_sizes)
         if may_pack and are_equal and is_worth_compressing(size, in_size, both_ways=both_ways):
             return CompressedWeight(count, len(out_sizes), size, in_size)
-        shape = (sum(out_sizes), in_size) if num_experts is None else (num_experts, sum(out_sizes), in_size)
-        return nn.Parameter(torch.empty(shape), requires_grad=False)
+        return new_plain_weight(out_sizes, in_size, num_experts, by_row=True)
 
     def linear(self, x_TI: Tensor, weight_OI: Weight) -> Tensor:
         calls = self._calls
@@ -60,6 +66,16 @@ class LinearOps:
         x = x_TI, x_TI.stride(0), 0
         calls.run("cpu_head_linear", mode, *x, tokens, parts, *weight, size_in, size_out, out_TO)
         return out_TO
+
+    def embedding(self, ids_T: Tensor, weight_OI: Weight) -> Tensor:
+        """See ``RolloutOps.embedding``."""
+        if not isinstance(weight_OI, PanelWeight):
+            assert isinstance(weight_OI, Tensor)
+            return F.embedding(ids_T, weight_OI)
+        out_TI = self._calls.empty(weight_OI.memory, len(ids_T), weight_OI.columns)
+        panels = weight_OI.addresses(), weight_OI.columns
+        self._calls.run("cpu_take_panel_rows", *panels, ids_T.contiguous(), len(ids_T), out_TI)
+        return out_TI
 
     def head_linear(self, x_TNI: Tensor, weight_NIO: Tensor) -> Tensor:
         out_TNO = self._calls.empty(x_TNI, *x_TNI.shape[:2], weight_NIO.shape[2])

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from vllm.ops import reference
@@ -107,6 +108,8 @@ def cpu_table(products: Bfloat16Products, launch: Launch = launch) -> RolloutOps
         not_capturable=("exchanged_experts",),
         prefill_equals_decode=True,
         new_weight=linear.new_weight,
+        embedding=linear.embedding,
+        as_float32=partial(calls.converted, dtype=torch.float32),
         add_layer=_add_layer_in_chunks,
     )
 

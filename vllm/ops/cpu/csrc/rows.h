@@ -76,6 +76,17 @@ static void take_rows(const char* table, long row_bytes, const int64_t* ids, lon
   for (long i = 0; i < rows; ++i) std::memcpy(out + i * row_bytes, table + ids[i] * row_bytes, row_bytes);
 }
 
+// The same from panels of pairs: `place` is the address of the matrix [.., k] plus 2, as in Weight::at.
+static void take_panel_rows(const int64_t* place, long k, const int64_t* ids, long rows, uint32_t* out) {
+  constexpr long PANEL_ROWS = 2 * LANES;
+  const uint32_t* panels = (const uint32_t*)(*place - 2);
+#pragma omp parallel for num_threads(threads_for(rows * k))
+  for (long i = 0; i < rows; ++i) {
+    const uint32_t* pairs = panels + ids[i] / PANEL_ROWS * PANEL_ROWS * k / 2 + ids[i] % PANEL_ROWS;
+    for (long j = 0; j < k / 2; ++j) out[i * k / 2 + j] = pairs[j * PANEL_ROWS];
+  }
+}
+
 template <class T>
 static void silu_and_mul(const T* x, long stride, long tokens, long width, T* out) {
 #pragma omp parallel for num_threads(threads_for(tokens * width))
