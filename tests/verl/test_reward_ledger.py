@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -34,9 +35,11 @@ WORDS = ["42", "41", "hang", "raise", "long answer"]
 
 
 class _Words:
-    """A tokenizer of a few words, of which the manager needs only batch_decode."""
+    """A tokenizer of a few words, of which the manager needs only this."""
 
-    def batch_decode(self, tokens: list[list[int]], skip_special_tokens: bool) -> list[str]:
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
+
+    def batch_decode(self, tokens: list[list[int]], **given: bool) -> list[str]:
         return [WORDS[row[0]] for row in tokens]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -31,9 +31,13 @@ class Words:
     """A tokenizer of numbers: token 7 is the text "7", and 0 is padding."""
 
     pad_token_id = 0
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
 
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+    def decode(self, ids: list[int], **given: bool) -> str:
         return " ".join(str(token) for token in ids)
+
+    def batch_decode(self, rows: list[list[int]], **given: bool) -> list[str]:
+        return [self.decode(row) for row in rows]
 
     def __call__(self, text: str, add_special_tokens: bool = False) -> dict[str, list[int]]:
         return {"input_ids": [int(word) for word in text.split()]}

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import psutil
@@ -126,9 +127,11 @@ def test_a_function_that_cannot_be_loaded_is_an_error_not_a_score_of_zero() -> N
 
 
 class _Words:
-    """A tokenizer of two words, of which the manager needs only batch_decode."""
+    """A tokenizer of two words, of which the manager needs only this."""
 
-    def batch_decode(self, tokens: list[list[int]], skip_special_tokens: bool) -> list[str]:
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
+
+    def batch_decode(self, tokens: list[list[int]], **given: bool) -> list[str]:
         return ["".join("42" if token == 1 else "x" for token in row) for row in tokens]
 
 

@@ -40,11 +40,12 @@ def write_parrot(path: Path, texts: Mapping[str, Sequence[str]], special_tokens:
     for key, text in texts.items():
         ids = [tokenizer.token_to_id(piece) for piece in text]
         next_of |= dict(pairwise([*tokenizer.encode(key).ids, *ids, EOS]))
-    _write_weights(path, next_of)
+    write_successors(path, next_of)
     return checkpoint
 
 
-def _write_weights(path: Path, next_of: Mapping[int, int]) -> None:
+def write_successors(path: Path, next_of: Mapping[int, int]) -> None:
+    """Give the checkpoint in ``path`` weights with which each token of ``next_of`` is followed by its value."""
     files = {file: load_file(file) for file in path.glob("*.safetensors")}
     weights = {name: tensor for tensors in files.values() for name, tensor in tensors.items()}
     for name, tensor in weights.items():

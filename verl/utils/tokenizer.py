@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
-__all__ = ["hf_processor", "hf_tokenizer", "set_pad_token_id"]
+__all__ = ["hf_processor", "hf_tokenizer", "set_pad_token_id", "texts_to_grade"]
 
+_THOUGHT_TAGS = {"<think>", "</think>"}
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
@@ -52,6 +54,20 @@ def hf_tokenizer(
     if correct_pad_token:
         set_pad_token_id(tokenizer)
     return tokenizer
+
+
+def texts_to_grade(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[int]]) -> list[str]:
+    """The texts of ``rows`` of token ids without special tokens, but with the tags of a thought, which rewards read.
+
+    Some tokenizers have a special token for each tag, others a plain one or several. No space is cleaned up.
+    """
+    special = {token: added.content for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    has_tags = bool(_THOUGHT_TAGS & set(special.values()))
+    if has_tags:
+        hidden = {token for token, content in special.items() if content not in _THOUGHT_TAGS}
+        rows = [[token for token in row if token not in hidden] for row in rows]
+    decoded = tokenizer.batch_decode(rows, skip_special_tokens=not has_tags, clean_up_tokenization_spaces=False)
+    return [str(text) for text in decoded]
 
 
 def hf_processor(name_or_path: str, **kwargs: Any) -> None:

@@ -23,7 +23,7 @@ from verl.trainer.ppo.reward import compute_reward, load_reward_manager
 from verl.utils.import_utils import import_external_libs
 from verl.utils.reward_score.functions import RewardFunctionSpec
 from verl.utils.reward_score.scoring_pool import ScoringJob, ScoringResult
-from verl.utils.tokenizer import hf_tokenizer
+from verl.utils.tokenizer import hf_tokenizer, texts_to_grade
 from verl.workers.reward_manager import GradedSample, PooledRewardManager, Scores, get_reward_manager_cls
 from verl.workers.reward_manager.pooled import graded_parts, grading_jobs
 
@@ -59,10 +59,8 @@ class RegisteredRewardManager:
 
     def start(self, batch: DataProto, *, is_validation: bool = False) -> PendingRewards:
         """Begins to score ``batch`` as ``PooledRewardManager.start`` does, and returns."""
-        responses = self._tokenizer.batch_decode(
-            [row[: int(length)].tolist() for row, length in zip(*_responses_and_lengths(batch), strict=True)],
-            skip_special_tokens=True,
-        )
+        rows = zip(*_responses_and_lengths(batch), strict=True)
+        responses = texts_to_grade(self._tokenizer, [row[: int(length)].tolist() for row, length in rows])
         data = manager_batch(batch, self._tokenizer)
         return PendingRewards(
             self._process.score.remote(data, is_validation),

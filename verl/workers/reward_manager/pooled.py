@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from verl.utils.reward_score.scoring_pool import ScoringJob, ScoringPool, ScoringResult
+from verl.utils.tokenizer import texts_to_grade
 from verl.workers.config import CustomRewardFunctionConfig, RewardModelConfig
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class PooledRewardManager:
         tokens = [
             row[: int(length)].tolist() for row, length in zip(batch.batch["responses"], mask.sum(-1), strict=True)
         ]
-        responses = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        responses = texts_to_grade(self.tokenizer, tokens)
         rows = list(grading_jobs(batch, responses))
         return PendingScores(self._pool.submit([job for _, _, job in rows]), mask, rows, self._gives_acc)
 

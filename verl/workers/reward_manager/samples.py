@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from verl.protocol import DataProto
+from verl.utils.tokenizer import texts_to_grade
 from verl.workers.reward_manager.abstract import RawRewardFn
 
 logger = logging.getLogger(__name__)
@@ -38,10 +39,12 @@ def grading_samples(data: DataProto, tokenizer: Any, reward_fn_key: str) -> list
     samples = []
     for row in range(len(data)):
         num_prompt, length = int(mask[row, :width].sum()), int(mask[row, width:].sum())
+        tokens = [prompts[row, width - num_prompt :].tolist(), responses[row, :length].tolist()]
+        prompt, response = texts_to_grade(tokenizer, tokens)
         samples.append(
             GradingSample(
-                tokenizer.decode(prompts[row, width - num_prompt :].tolist(), skip_special_tokens=True),
-                tokenizer.decode(responses[row, :length].tolist(), skip_special_tokens=True),
+                prompt,
+                response,
                 columns["reward_model"][row]["ground_truth"],
                 columns[reward_fn_key][row],
                 dict(columns["extra_info"][row] or {}) if "extra_info" in columns else {},

@@ -78,19 +78,23 @@ class IncrementalDetokenizer:
         return len(self.text)
 
     def _next_piece(self) -> str:
-        shown = self._decode(self._ids[self._begin : self._end])
-        text = self._decode(self._ids[self._begin :])
-        is_waiting = text.endswith(_INCOMPLETE) and len(self._ids) - self._end < _MAX_PENDING_TOKENS
-        if len(text) <= len(shown) or is_waiting:
+        piece = self._pending_text()
+        is_waiting = piece.endswith(_INCOMPLETE) and len(self._ids) - self._end < _MAX_PENDING_TOKENS
+        if not piece or is_waiting:
             return ""
         self._begin, self._end = self._end, len(self._ids)
-        return text[len(shown) :]
+        return piece
 
     def _rest(self) -> str:
         """The text of the tokens that still wait for their last byte."""
-        shown, text = self._decode(self._ids[self._begin : self._end]), self._decode(self._ids[self._begin :])
+        piece = self._pending_text()
         self._begin = self._end = len(self._ids)
-        return text[len(shown) :]
+        return piece
+
+    def _pending_text(self) -> str:
+        shown, text = self._decode(self._ids[self._begin : self._end]), self._decode(self._ids[self._begin :])
+        # A tokenizer with a token per byte decodes all bytes in a row as broken once one is; what is out stays.
+        return text[len(shown) :] if text.startswith(shown) else self._decode(self._ids[self._end :])
 
     def _cut_at_stop(self, num_before: int) -> None:
         found = [

@@ -114,4 +114,5 @@ class Processor:
         if self.tokenizer is None:
             return None
         tokenizer = self.tokenizer.load()
-        return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+        given = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+        return lambda ids: str(tokenizer.decode(ids, **given))
