@@ -18,6 +18,12 @@ Fields = dict[str, Any]
 
 EXPERT_SIZES = ("moe_intermediate_size", "n_routed_experts", "num_experts_per_tok")
 GROUPED_QUERY_SIZES = ("num_key_value_heads",)
+# Other names of keys: transformers 5 writes num_experts as num_local_experts.
+_COMMON_NAMES = {
+    "num_experts": "n_routed_experts",
+    "num_local_experts": "n_routed_experts",
+    "router_aux_loss_coef": "aux_loss_alpha",
+}
 LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
@@ -35,6 +41,11 @@ class Family:
     sizes: tuple[str, ...]
     fields: Callable[[Raw], Fields]
     problems: Callable[[Raw], list[str]]
+
+
+def common_keys(raw: Raw) -> Fields:
+    """A config.json with the number of experts and their loss under the names that most families give them."""
+    return {_COMMON_NAMES.get(key, key): value for key, value in raw.items()}
 
 
 def grouped_query_fields(raw: Raw) -> Fields:

@@ -164,8 +164,9 @@ def test_every_arithmetic_problem_at_once() -> None:
     assert "adv_estimator is 'gae'" in text
 
 
-def test_layout_is_checked_against_the_models_dimensions(tmp_path: Path) -> None:
-    dims = {"num_hidden_layers": 3, "n_routed_experts": 6, "num_attention_heads": 4, "vocab_size": 100}
+@pytest.mark.parametrize("experts", ["n_routed_experts", "num_experts", "num_local_experts"])  # by family
+def test_layout_is_checked_against_the_models_dimensions(tmp_path: Path, experts: str) -> None:
+    dims = {"num_hidden_layers": 3, experts: 6, "num_attention_heads": 4, "vocab_size": 100}
     (tmp_path / "config.json").write_text(json.dumps({**dims, "max_position_embeddings": 64}))
     config = load_config(
         [

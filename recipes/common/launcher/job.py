@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_formats.config import read_config_dict
+from hf_formats.families.family import common_keys
 from recipes.common.launcher.settings import Settings
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ def model_dimensions(settings: Settings) -> Mapping[str, Any]:
 
 def _hf_config(model_path: Path) -> Mapping[str, Any]:
     try:
-        return read_config_dict(model_path / "config.json")
+        return common_keys(read_config_dict(model_path / "config.json"))
     except ValueError:
         return {}
 

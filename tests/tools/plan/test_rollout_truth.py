@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from tests.mindspeed_llm.tiny import tiny_hf_config, write_tiny_checkpoint
 from tests.parallel.launcher import run_ranks
+from tests.tiny_models import CONFIGS
 from tools.plan.collectives import Collective, CollectiveLog
 from tools.plan.device import MemoryMeter, PlannedDevice
 from tools.plan.platform import PLATFORMS
@@ -28,6 +30,8 @@ from vllm.platforms.cpu import CpuPlatform
 
 ENGINE, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
 NUM_SAMPLES, RESPONSE_LENGTH = 2, 6
+PEAK_TOLERANCE, GROUPED_TOLERANCE = 0.1, 0.05
+GROUPED = ("dp2, experts by dispatch",)  # of a model with grouped queries; the others are slow
 RAGGED, EVEN = (3, 9, 5, 10), (9, 9, 9, 9)
 TRAINING = {
     1: [],
@@ -206,7 +210,20 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CASES]
 )
 def test_plan_is_what_ranks_do(name: str, model_dir: str) -> None:
-    config = config_of(model_dir, *CASES[name])
+    check_steps(config_of(model_dir, *CASES[name]), PEAK_TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in GROUPED else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
+def test_experts_with_grouped_queries(name: str, tmp_path: Path) -> None:
+    """Qwen3-MoE's form; its memory is planned to a few percent."""
+    config = CONFIGS["qwen3-moe"] | {"hidden_size": 128, "moe_intermediate_size": 64, "vocab_size": 256}
+    write_tiny_checkpoint(tmp_path, config, seed=1, dtype=torch.bfloat16)
+    check_steps(config_of(str(tmp_path), *CASES[name]), GROUPED_TOLERANCE)
+
+
+def check_steps(config: PPOTrainerConfig, tolerance: float) -> None:
     real: list[Any] = run_ranks(real_rank, config.trainer.world_size, config, RAGGED, timeout_s=240)
     assert dist.is_initialized() is False and "RANK" not in os.environ
     for rank, seen in enumerate(real):
@@ -222,7 +239,7 @@ def test_plan_is_what_ranks_do(name: str, model_dir: str) -> None:
             assert plan.report[key] == seen.report[key], key
         for ours, theirs in zip(plan.steps, seen.steps, strict=True):
             assert ours.calls == theirs.calls
-            assert ours.peak_bytes == pytest.approx(theirs.peak_bytes, rel=0.1, abs=256), (
+            assert ours.peak_bytes == pytest.approx(theirs.peak_bytes, rel=tolerance, abs=256), (
                 f"rank {rank}: {ours}, {theirs}"
             )
 

@@ -7,6 +7,7 @@ gloo processes; what each did from the first call to the last is held against th
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,6 +16,7 @@ import torch
 
 from recipes.common.tokenizer import write_tokenizer
 from tests.mindspeed_llm.tiny import tiny_hf_config, write_tiny_checkpoint
+from tests.tiny_models import CONFIGS
 from tests.tools.plan.trained_step import train_a_step
 from tests.tools.plan.truth_layouts import LAYOUTS, overrides_of
 from tools.plan.devices import load_device
@@ -53,9 +55,12 @@ ONE_STEP = (
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("inputs"), tiny_hf_config())
+
+
+def write_inputs(root: Path, config: dict[str, Any]) -> Path:
     """A model with a tokenizer, prompts of one length, and a grader."""
-    root = tmp_path_factory.mktemp("inputs")
-    config = tiny_hf_config(num_hidden_layers=4, vocab_size=VOCABULARY + 4)
+    config = config | {"num_hidden_layers": 4, "vocab_size": VOCABULARY + 4}
     write_tiny_checkpoint(root / "model", config, seed=1, dtype=torch.float32)
     write_tokenizer([f"digit {i}" for i in range(10)], root / "model", VOCABULARY, 64)
     row = {"data_source": "digits", "reward_model": {"ground_truth": "7"}, "extra_info": {"index": 0}}
@@ -96,7 +101,17 @@ def planned_phases(plan: RankPlan) -> list[str]:
     "layout", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
 )
 def test_a_step_is_its_plan(layout: str, inputs: Path, tmp_path: Path) -> None:
-    config = step_config(inputs, tmp_path, layout)
+    check_step(step_config(inputs, tmp_path, layout))
+
+
+@pytest.mark.slow  # test_training_truth.py and test_rollout_truth.py have its halves
+@pytest.mark.parametrize("layout", ["ep2", "tp2_etp2", "tp2_pp2_uneven_ep2"])
+def test_a_step_of_experts_with_grouped_queries(layout: str, tmp_path: Path) -> None:
+    inputs = write_inputs(tmp_path / "inputs", CONFIGS["qwen3-moe"])
+    check_step(step_config(inputs, tmp_path / "run", layout))
+
+
+def check_step(config: PPOTrainerConfig) -> None:
     did = train_a_step(config)
     size = StepSize(prompt_length(config), RESPONSE)
     for rank, (calls, spans) in enumerate(did):

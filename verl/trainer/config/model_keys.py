@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_formats.config import read_config_dict
+from hf_formats.families.family import common_keys
 from verl.trainer.config.fixed_keys import WithoutEffect
 
 _SECTION = re.compile(r"actor_rollout_ref\.(?:actor|ref)\.megatron\.override_transformer_config\.(\w+)")
@@ -86,9 +87,12 @@ def compare_model_keys(given: list[ModelKey], model_path: str) -> tuple[list[Wit
 
 
 def config_json(model_path: str) -> dict[str, Any] | None:
-    """The content of ``model_path``/config.json; None where there is none that can be read, which preflight reports."""
+    """``model_path``/config.json, with experts under their common name; None where there is none that can be read.
+
+    Preflight reports that.
+    """
     try:
-        return read_config_dict(Path(model_path).expanduser() / "config.json")
+        return common_keys(read_config_dict(Path(model_path).expanduser() / "config.json"))
     except ValueError:
         return None
 
