@@ -12,7 +12,7 @@ from typing import TypeVar
 import pytest
 
 from tests.ray_workers import ray_with_forked_workers
-from tests.system.in_process import convert
+from tests.system.in_process import convert, run_stages_here
 from tests.system.jobs import Job, Prepared, prepare
 
 T = TypeVar("T")
@@ -56,11 +56,11 @@ def converted(prepared: Prepared, tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.fixture(scope="session")
 def uninterrupted(prepared: Prepared, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """The reference: the job run through once on one machine; it keeps what its steps trained on."""
+    """The reference: the whole job run through once on one machine; it keeps what its steps trained on."""
 
     def run(folder: Path) -> Job:
-        job = Job(prepared, folder, overrides=("trainer.save_rollouts=True",), plan=True)
-        job.finish()
+        job = Job(prepared, folder)
+        run_stages_here(prepared, job.output_dir, job.steps, "trainer.save_rollouts=True")
         return job
 
     return made_once(tmp_path_factory, "uninterrupted", run)

@@ -120,7 +120,6 @@ RUNS: dict[str, tuple[int, Callable[[Path], bool]]] = {
         lambda run: all(step["schedule/staleness/max"] <= 2 for step in read_metrics(run)[1:]),
     ),
 }
-FIRST = next(iter(RUNS))
 
 
 def my_reward() -> str:
@@ -140,7 +139,20 @@ def checkout(uninterrupted: Job, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return folder
 
 
-@pytest.mark.parametrize("line", LOOKS)
+# The same tools on other arguments, which tests of their own have.
+LONG_LOOKS = {
+    f"{LEDGER} --timeout 60",
+    "python -m tools.doctor --ports 6766",
+    "python -m tools.doctor --config r1_ascend_671b_256die",
+    "source recipes/common/npu_env.sh && python -m tools.doctor --die",
+    "python -m tools.reference --check",
+    f"{SCRIPT} --print-plan",  # tests/recipes/test_launcher.py
+}
+
+
+@pytest.mark.parametrize(
+    "line", [pytest.param(line, marks=pytest.mark.slow) if line in LONG_LOOKS else line for line in LOOKS]
+)
 def test_a_look_at_a_run(checkout: Path, line: str) -> None:
     python = shlex.quote(sys.executable)  # what an activated environment calls python
     done = subprocess.run(
@@ -155,9 +167,8 @@ def test_a_look_at_a_run(checkout: Path, line: str) -> None:
     assert LOOKS[line](Shown(done.returncode, done.stdout, checkout)), f"{done.returncode}\n{done.stdout}{done.stderr}"
 
 
-@pytest.mark.parametrize(
-    "arguments", [FIRST, *(pytest.param(line, marks=pytest.mark.slow) for line in RUNS if line != FIRST)]
-)
+@pytest.mark.slow  # test_six_commands.py has the first, tests/verl what the others ask for
+@pytest.mark.parametrize("arguments", RUNS)
 def test_a_run(converted: Prepared, tmp_path: Path, arguments: str) -> None:
     """The small job with the arguments of a page."""
     (tmp_path / "my_reward.py").write_text(my_reward(), encoding="utf-8")

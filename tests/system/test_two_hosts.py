@@ -106,7 +106,31 @@ def test_two_hosts_end_together(hosts: Hosts, converted: Prepared, uninterrupted
     assert_equal_to_one_host(tmp_path, uninterrupted)
 
 
-@pytest.mark.parametrize("how", [pytest.param("killed", marks=pytest.mark.slow), "cut off"])
+def test_two_hosts_meet_and_end_when_the_cable_is_pulled(hosts: Hosts, converted: Prepared, tmp_path: Path) -> None:
+    """As soon as they are one cluster, before the driver has started."""
+    with (
+        hosts.start(converted, tmp_path, rank=0, steps=1000) as head,
+        hosts.start(converted, tmp_path, rank=1, steps=1000) as worker,
+    ):
+        head.wait_for(lambda: f"Ray has all 2 nodes: {HEAD}, {WORKER}" in head.text(), "cluster of two nodes")
+        assert f"{WORKER} (node 1) joined" in head.text()
+        cut_and_expect_the_end(hosts, head, worker)
+
+
+def cut_and_expect_the_end(hosts: Hosts, head: Command, worker: Command) -> None:
+    """Both ends of the cable must name the other one in time, and end with all that they started."""
+    gone = time.monotonic()
+    hosts.cut()
+    assert head.wait(timeout_s=NOTICE_S) == 1
+    print(f"cut off: the head ended {time.monotonic() - gone:.1f} s later")
+    assert f"node {WORKER} (node 1) went away" in head.text()
+    assert worker.wait(timeout_s=NOTICE_S - (time.monotonic() - gone)) == 1
+    assert f"the head {HEAD} went away: it gave no sign of life for {LOST_S:g} s" in worker.text()
+    assert head.left_behind() == worker.left_behind() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["killed", "cut off"])
 def test_two_hosts_train_as_one_until_one_goes_away(
     hosts: Hosts, converted: Prepared, uninterrupted: Job, tmp_path: Path, how: str
 ) -> None:
@@ -121,19 +145,13 @@ def test_two_hosts_train_as_one_until_one_goes_away(
         assert f"{WORKER} (node 1) joined" in head.text()
         assert f"Ray has all 2 nodes: {HEAD}, {WORKER}" in head.text()
         head.wait_for(lambda: newest_step(tmp_path / "run") >= 2, "the second checkpoint")
-        gone = time.monotonic()
-        if how == "killed":
-            worker.end()
-        else:
-            hosts.cut()
-        assert head.wait(timeout_s=NOTICE_S) == 1
-        print(f"{how}: the head ended {time.monotonic() - gone:.1f} s later")
-        assert f"node {WORKER} (node 1) went away" in head.text()
-        assert "run the same command again to continue from" in head.text()
         if how == "cut off":
-            assert worker.wait(timeout_s=NOTICE_S - (time.monotonic() - gone)) == 1
-            assert f"the head {HEAD} went away: it gave no sign of life for {LOST_S:g} s" in worker.text()
-        assert head.left_behind() == worker.left_behind() == []
+            cut_and_expect_the_end(hosts, head, worker)
+        else:
+            worker.end()
+            assert head.wait(timeout_s=NOTICE_S) == 1
+            assert f"node {WORKER} (node 1) went away" in head.text() and head.left_behind() == []
+        assert "run the same command again to continue from" in head.text()
     assert_equal_to_one_host(tmp_path, uninterrupted)
 
 

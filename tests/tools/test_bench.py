@@ -14,20 +14,18 @@ from tools.bench.models import Batch, matmul_flops, mixed_lengths, parsed, small
 TINY = "--hidden-size 64 --num-layers 2 --num-experts 8 --vocab-size 64 --tokens 96 --length 32 --micro-tokens 64"
 
 
-def test_training_beside_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+# Each engine and way to batch is a process of its own, which imports what it measures.
+@pytest.mark.parametrize("mixed", ["none", pytest.param("all", marks=pytest.mark.slow)])
+def test_training_beside_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str], mixed: str) -> None:
     file = tmp_path / "report.json"
-    options = f"{TINY} --threads 1 --steps 1 --engines megatron,transformers-bf16 --mixed all --json {file}"
+    options = f"{TINY} --threads 1 --steps 1 --engines megatron,transformers-bf16 --mixed {mixed} --json {file}"
     assert train.main(options.split()) == 0
     [report] = json.loads(file.read_text())
     rows = report["rows"]
     kinds = [(row["engine"].split(",")[0], row["batch"], row["is_packed"]) for row in rows]
-    assert kinds == [
-        ("megatron", "equal", True),
-        ("transformers", "equal", False),
-        ("megatron", "mixed", False),
-        ("transformers", "mixed", False),
-        ("megatron", "mixed", True),
-    ]
+    equal = [("megatron", "equal", True), ("transformers", "equal", False)]
+    padded_or_packed = [("megatron", "mixed", False), ("transformers", "mixed", False), ("megatron", "mixed", True)]
+    assert kinds == (equal + padded_or_packed if mixed == "all" else equal)
     assert all(row["tokens_per_s"] > 0 and row["peak_bytes"] > 0 and row["matmul_use"] > 0 for row in rows)
     # Random ids, nearly untrained: every engine and every way to batch sees a loss of about ln(64).
     assert all(row["losses"][-1] == pytest.approx(4.16, abs=0.3) for row in rows)

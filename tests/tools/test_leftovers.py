@@ -45,5 +45,6 @@ def test_a_process_left_behind_fails_the_run_and_is_ended(tmp_path: Path, argume
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.slow  # every run of these tests is one
 def test_a_clean_run_passes(tmp_path: Path) -> None:
     assert run_pytest(tmp_path, "def test_fine():\n    pass\n").returncode == 0

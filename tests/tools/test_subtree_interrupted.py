@@ -75,7 +75,7 @@ def words(root: Path, tag: str) -> tuple[str, ...]:
     return ("rebase", "pkg", "--tag", tag, "--upstream", str(root.parent / "up"))
 
 
-@pytest.mark.parametrize("every", [11, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [25, pytest.param(5, marks=pytest.mark.slow)])
 def test_killed_while_it_prepares_nothing_has_changed(root: Path, every: int) -> None:
     before = state(root)
     count, kills = 1, 0
@@ -87,7 +87,7 @@ def test_killed_while_it_prepares_nothing_has_changed(root: Path, every: int) ->
     assert git(root, "log", "-1", "--format=%s") == "Rebase pkg onto v1.3" and git(root, "status", "--porcelain") == ""
 
 
-@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("tag", ["v1.3", "v1.5"])  # one is committed, one ends in conflicts
 def test_killed_while_it_moves_the_next_command_undoes_it(
     root: Path, tag: str, every: int, monkeypatch: pytest.MonkeyPatch

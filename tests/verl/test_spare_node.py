@@ -10,6 +10,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
+from recipes.common.launcher.ray_node import loss_variables
 from tests.ray_workers import LEAN, forked_workers
 from tests.verl.bandit import bandit_config, write_inputs
 from tests.verl.failing_bandit import run_failing
@@ -17,8 +18,10 @@ from verl.trainer.ppo.recovery import TrainingStoppedError
 
 
 @pytest.fixture
-def cluster() -> Iterator[Cluster]:
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     """A head that takes no workers, and two nodes with room for one worker each; on one machine."""
+    for name, value in loss_variables(5.0).items():
+        monkeypatch.setenv(name, value)
     with forked_workers():
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **LEAN})
         try:
@@ -39,7 +42,7 @@ def test_workers_move_to_the_spare_node_and_the_run_ends_when_none_is_left(clust
     failures.mkdir()
     for step in (3, 5):
         (failures / str(step)).write_text("node 1")
-    config = bandit_config(tmp_path, "ray_kwargs.num_cpus_per_worker=1", "trainer.start_timeout_s=10")
+    config = bandit_config(tmp_path, "ray_kwargs.num_cpus_per_worker=1", "trainer.start_timeout_s=5")
     with pytest.raises(TrainingStoppedError, match="cannot be started again: no room for .* missing: 1 CPU") as stop:
         run_failing(config, failures)
     assert stop.value.step == 5
