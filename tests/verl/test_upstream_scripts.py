@@ -217,7 +217,11 @@ def test_cfg_job_prints_the_resolved_config() -> None:
     assert "experiment_name: qwen2_7b_megatron" in shown.stdout and shown.stdout.startswith("data:")
 
 
-@pytest.mark.parametrize("name", [name for name in ACCEPTED if name.startswith("seed_")])
+SEEDS = [name for name in ACCEPTED if name.startswith("seed_")]
+
+
+# The others resolve above, without a process of their own.
+@pytest.mark.parametrize("name", [SEEDS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in SEEDS[1:])])
 def test_a_seeds_command_is_accepted_by_the_program(tmp_path: Path, name: str) -> None:
     """With a folder for Hydra's records, and a variable that the seed's text asks for."""
     done = _command(name, f"hydra.run.dir={tmp_path}", "--check", "config", VLLM_DP_SIZE="128")
