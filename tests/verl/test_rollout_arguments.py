@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.mindspeed_llm.tiny import tiny_hf_config, tiny_qwen3_config
-from verl.trainer.config import compose_config, load_config, resolve_config, validate_config
+from tests.tiny_models import CONFIGS
+from verl.trainer.config import ConfigError, compose_config, load_config, resolve_config, validate_config
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import _engine_arguments
 
 KEY = "actor_rollout_ref.rollout.enable_expert_parallel"
@@ -32,3 +33,15 @@ def test_a_model_without_experts_needs_no_word_about_them(tmp_path: Path) -> Non
     assert not _engine_arguments(config.actor_rollout_ref.rollout, str(tmp_path), 2)["enable_expert_parallel"]
     _, taken = resolve_config(compose_config([*model, *sizes, f"{KEY}=True"]))
     assert [(item.key, item.reason) for item in taken] == [(KEY, "the model has no experts")]
+
+
+def test_experts_count_under_every_familys_names(tmp_path: Path) -> None:
+    """Qwen3-MoE writes ``num_experts`` and no score function: replicas share them, and keys are compared with them."""
+    model = CONFIGS["qwen3-moe"]
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    section = "actor_rollout_ref.actor.megatron.override_transformer_config"
+    said = [f"+{section}.num_moe_experts={model['num_experts']}", f"+{section}.moe_router_score_function=softmax"]
+    config, _ = resolve_config(compose_config([f"actor_rollout_ref.model.path={tmp_path}", f"{KEY}=True", *said]))
+    assert config.actor_rollout_ref.rollout.enable_expert_parallel
+    with pytest.raises(ConfigError, match="num_moe_experts is 3, but n_routed_experts"):
+        load_config([f"actor_rollout_ref.model.path={tmp_path}", f"+{section}.num_moe_experts=3"])

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_formats.config import read_config_dict
-from hf_formats.families.family import common_keys
+from hf_formats.config import parse_hf_config, read_config_dict
 from verl.trainer.config.fixed_keys import WithoutEffect
 
 _SECTION = re.compile(r"actor_rollout_ref\.(?:actor|ref)\.megatron\.override_transformer_config\.(\w+)")
@@ -48,6 +48,7 @@ _FIELDS = {
     "moe_router_score_function": "scoring_func",
     "layernorm_epsilon": "rms_norm_eps",
 }
+_OF_EXPERTS = ("n_routed_experts", "scoring_func", "n_group", "topk_group", "routed_scaling_factor")
 _OF_EVERY_MODEL = {"norms of queries and keys": True, "kind of positions": "rope"}
 _YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0}
 _REASON = "config.json of the model decides, and says the same"
@@ -87,14 +88,19 @@ def compare_model_keys(given: list[ModelKey], model_path: str) -> tuple[list[Wit
 
 
 def config_json(model_path: str) -> dict[str, Any] | None:
-    """``model_path``/config.json, with experts under their common name; None where there is none that can be read.
+    """The content of ``model_path``/config.json, with what families say of experts under other names or not at all.
 
-    Preflight reports that.
+    None where there is none that can be read, which preflight reports.
     """
     try:
-        return common_keys(read_config_dict(Path(model_path).expanduser() / "config.json"))
+        raw = read_config_dict(Path(model_path).expanduser() / "config.json")
     except ValueError:
         return None
+    with suppress(ValueError):  # preflight reports this too
+        hf = parse_hf_config(raw)
+        if hf.n_routed_experts:
+            return {name: getattr(hf, name) for name in _OF_EXPERTS} | raw
+    return raw
 
 
 def _differences(given: list[ModelKey], raw: Mapping[str, Any], file: Path) -> Iterator[str]:
