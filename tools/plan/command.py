@@ -74,16 +74,16 @@ def _planned(
     if options.mean_response_length is not None:
         lengths = replace(lengths, response_mean=options.mean_response_length)
     constants = load_constants()
-    shape = RunShape.of(run.config, run.hf, lengths, run.name)
-    if options.changes:
-        progress.stop()
-        return FITS if explain(run, options.changes, shape, size, constants, console) else DOES_NOT_FIT
     if options.choose is not None:
         choice = choose(run, lengths, size, constants)
         progress.stop()
         choice.write(options.choose)
         print_plain(console, "\n".join(choice.reasons))
         return FITS if choice.overrides else DOES_NOT_FIT
+    shape = RunShape.of(run.config, run.hf, lengths, run.name)
+    if options.changes:
+        progress.stop()
+        return FITS if explain(run, options.changes, shape, size, constants, console) else DOES_NOT_FIT
     problems = validate_config(run.config)
     plan = WholePlan(run, size, (), 0, tuple(problems)) if problems else plan_run(run, size)
     step = predict(shape, device, constants)

@@ -21,6 +21,7 @@ from tools.plan.world import environment_of, run_variables
 from verl.trainer.config import PPOTrainerConfig
 from vllm.platforms.cpu import KV_CACHE_FRACTION_OF_HOST
 from vllm.platforms.interface import ACTIVATION_FRACTION
+from vllm.transformers_utils.config import HFConfig
 from vllm_ascend.ops.exchanged_experts import tokens_of_a_call
 
 STATE_BYTES = 12  # a parameter's float32 master weight and two moments
@@ -216,12 +217,9 @@ class Bounds:
         return float(self._block_bytes(tp) * -(-rollout.context_length // rollout.block_size))
 
     def _block_bytes(self, tp: int) -> int:
-        rollout, hf = self.settings, self.hf
-        width = hf.kv_lora_rank + hf.qk_rope_head_dim
-        if not hf.is_mla:
-            width = 2 * max(1, hf.num_key_value_heads // tp) * hf.head_dim
-        item = 4 if rollout.dtype == "float32" else 2
-        return width * hf.num_hidden_layers * item * rollout.block_size
+        rollout, item = self.settings, 4 if self.settings.dtype == "float32" else 2
+        width = HFConfig(**vars(self.hf)).kv_values_per_token(tp)
+        return width * self.hf.num_hidden_layers * item * rollout.block_size
 
     def _prefill(self, shape: RunShape, knobs: RolloutKnobs) -> float:
         """What the largest prefill step needs: its experts, or its attention, or the sampler."""

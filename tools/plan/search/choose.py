@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron.core.parallel_layout import ParallelLayout
 from tools.plan.devices import GIB
-from tools.plan.search.overrides import ENGINE, MODELS, ROLLOUT, overrides_of
-from tools.plan.search.rank import Candidate, Ranking, ranking
-from tools.plan.search.show import describe
+from tools.plan.search.overrides import ENGINE, MODELS, ROLLOUT, value_text
+from tools.plan.search.rank import Ranking, ranking
+from tools.plan.search.show import batch, describe, recomputed
 from tools.plan.search.verify import verified
 from tools.plan.setup import PlannedRun
-from tools.plan.timing import Constants, RunShape
+from tools.plan.timing import Constants, RolloutShape, RunShape
 from tools.plan.timing.run_shape import Lengths
 from tools.plan.training import StepSize
 
@@ -29,12 +30,19 @@ MEMORY = {
 SHARE = f"{ROLLOUT}.gpu_memory_utilization"
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)  # the largest that fits: its cache holds the most sequences
 TRIED = 200  # candidates of each form of memory
-# A key of these that the user gives leaves out every other layout; of the other keys the user's value is taken.
-LAYOUT_KEYS = (
-    *(f"{ENGINE}.{axis}_model_parallel_size" for axis in ("tensor", "pipeline", "expert")),
-    f"{ENGINE}.context_parallel_size",
-    f"{ENGINE}.expert_tensor_parallel_size",
-    f"{ROLLOUT}.tensor_model_parallel_size",
+LEAST_GAIN = 0.02  # by so much a step must be shorter for more to move to host memory
+KEPT_FREE = 0.05  # of the device: the plan knows no fragmentation, and no workspaces of vendors' kernels
+ADVICE = "shorter rows, more devices or a smaller model"
+# Sizes of the training layout; one that the user gives leaves out every other layout, as the rollout's do.
+TRAINING_AXES = (
+    *(f"{axis}_model_parallel_size" for axis in ("tensor", "pipeline", "expert")),
+    "context_parallel_size",
+    "expert_tensor_parallel_size",
+)
+PLAIN = (
+    *(f"{ENGINE}.{axis}=1" for axis in TRAINING_AXES),
+    *(f"{ROLLOUT}.{axis}_parallel_size=1" for axis in ("tensor_model", "data")),
+    f"{ROLLOUT}.enable_expert_parallel=false",
 )
 
 
@@ -58,34 +66,44 @@ class _Form:
     overrides: tuple[str, ...]
     run: PlannedRun
     found: Ranking
-    best: tuple[Candidate, ...]
+
+    @property
+    def seconds(self) -> float:
+        """The predicted step of its fastest layout."""
+        return self.found.best[0].step.total_s
 
 
 def choose(run: PlannedRun, lengths: Lengths, size: StepSize, constants: Constants) -> Choice:
-    """The layout with the shortest predicted step whose plan fits, over everything that may move to host memory."""
-    forms = sorted(_forms(run, lengths, size, constants), key=lambda form: form.best[0].step.total_s)
+    """The layout with the shortest predicted step whose plan fits, over everything that may move to host memory.
+
+    Of forms of memory that take about as long, the one that moves least comes first.
+    A part of the device stays free; what the run's own overrides give is kept.
+    """
+    given, memory_gib = _given(run), run.device.memory_gib
+    run = replace(run, device=replace(run.device, memory_gib=memory_gib * (1 - KEPT_FREE)))
+    forms = list(_forms(run, lengths, size, constants))
     if not forms:
-        return Choice(
-            (), ("no layout of these devices fits by the bound: shorter rows, more devices or a smaller model",)
-        )
+        return Choice((), (f"no layout of these devices fits by the bound: {ADVICE}",))
+    fast = min(form.seconds for form in forms) * (1 + LEAST_GAIN)
+    forms.sort(key=lambda form: 0.0 if form.seconds <= fast else form.seconds)
     most = max(form.found.num_fitting for form in forms)
     reasons = [f"{forms[0].found.num_training:,} training layouts divide, up to {most:,} of them fit by the bound"]
     for form in forms:
-        for found in verified(form.run, form.best, size, 1):
-            seconds = f"a step is predicted to take {found.candidate.step.total_s:,.1f} s"
+        for found in verified(form.run, form.found.best, size, 1, kept=given):
             if found.problems or found.plan is None:
                 reasons.append(f"not {describe(found.candidate)}: {found.problems[0]}")
                 continue
-            free, peak = found.plan.headroom_bytes / GIB, found.plan.worst.peak.name
-            reasons.append(f"{describe(found.candidate)}: {seconds}; {free:.1f} GiB stay free, fullest in {peak}")
-            reasons.append(f"{form.name}; the rollout gets {form.overrides[-1].partition('=')[2]} of the device")
+            step, train = found.candidate.step, found.candidate.shape.train
+            free, peak = found.plan.headroom_bytes / GIB + memory_gib * KEPT_FREE, found.plan.worst.peak.name
             reasons += [
-                f"slower or fuller: {other.name}, {other.best[0].step.total_s:,.1f} s"
-                for other in forms
-                if other != form
+                f"{describe(found.candidate)}: a step is predicted to take {step.total_s:,.1f} s; {free:.1f} GiB stay "
+                f"free, fullest in {peak}",
+                f"an update's micro-batch: {batch(train.update)}; layers computed again: {recomputed(train)}",
+                f"{form.name}; the rollout gets {form.overrides[-1].partition('=')[2]} of the device",
+                *(f"slower or fuller: {other.name}, {other.seconds:,.1f} s" for other in forms if other != form),
             ]
-            return Choice((*form.overrides, *_without(found.overrides, _given(run))), tuple(reasons))
-    return Choice((), (*reasons, "no layout of these devices fits"))
+            return Choice(form.overrides + found.overrides, tuple(reasons))
+    return Choice((), (*reasons, f"no layout of these devices fits: {ADVICE}"))
 
 
 def _forms(run: PlannedRun, lengths: Lengths, size: StepSize, constants: Constants) -> Iterator[_Form]:
@@ -99,11 +117,11 @@ def _forms(run: PlannedRun, lengths: Lengths, size: StepSize, constants: Constan
         for share in [float(given[SHARE])] if SHARE in given else SHARES:
             overrides = (*moved, f"{SHARE}={share}")
             changed = run.changed(overrides)
-            shape = RunShape.of(changed.config, changed.hf, lengths, changed.name)
-            found = ranking(changed, shape, size, constants, TRIED)
-            best = tuple(candidate for candidate in found.best if _agrees(candidate, changed, given))
-            if best:
-                yield _Form(name, overrides, changed, found, best)
+            plain = changed.changed(PLAIN)  # some of a layout's sizes that are given make none by themselves
+            shape = RunShape.of(plain.config, plain.hf, lengths, plain.name)
+            found = ranking(plain, shape, size, constants, TRIED, lambda layout: _agrees(layout, given))
+            if found.best:
+                yield _Form(name, overrides, changed, found)
                 break
 
 
@@ -113,10 +131,11 @@ def _given(run: PlannedRun) -> dict[str, str]:
     return {key: value for key, _, value in pairs}
 
 
-def _agrees(candidate: Candidate, run: PlannedRun, given: dict[str, str]) -> bool:
-    chosen = dict(text.split("=", 1) for text in overrides_of(candidate, run.config))
-    return all(given.get(key, chosen[key]) == chosen[key] for key in LAYOUT_KEYS)
-
-
-def _without(overrides: tuple[str, ...], given: dict[str, str]) -> tuple[str, ...]:
-    return tuple(text for text in overrides if text.partition("=")[0] not in given)
+def _agrees(layout: ParallelLayout | RolloutShape, given: Mapping[str, str]) -> bool:
+    """Whether a layout has the sizes that are given; null leaves one open."""
+    if isinstance(layout, ParallelLayout):
+        sizes: dict[str, object] = {f"{ENGINE}.{axis}": getattr(layout, axis) for axis in TRAINING_AXES}
+    else:
+        sizes = {f"{ROLLOUT}.tensor_model_parallel_size": layout.tp, f"{ROLLOUT}.data_parallel_size": layout.dp}
+        sizes[f"{ROLLOUT}.enable_expert_parallel"] = layout.has_expert_parallel
+    return all(given.get(key, "null").lower() in ("null", value_text(size)) for key, size in sizes.items())

@@ -44,12 +44,12 @@ def overrides_of(candidate: Candidate, config: PPOTrainerConfig) -> list[str]:
         found[f"{MODELS}.actor.ppo_max_token_len_per_gpu"] = train.update.token_budget
     else:
         found[f"{MODELS}.actor.ppo_micro_batch_size_per_gpu"] = train.update.samples
-    key, value = "log_prob_micro_batch_size_per_gpu", train.log_prob.samples
-    if config.actor_rollout_ref.ref.log_prob_use_dynamic_bsz:
-        key, value = "log_prob_max_token_len_per_gpu", train.log_prob.token_budget
+    if candidate.shape.has_reference or candidate.shape.has_old_log_prob:
+        key, value = "log_prob_micro_batch_size_per_gpu", train.log_prob.samples
+        if config.actor_rollout_ref.ref.log_prob_use_dynamic_bsz:
+            key, value = "log_prob_max_token_len_per_gpu", train.log_prob.token_budget
+        found |= {f"{MODELS}.ref.{key}": value, f"{ROLLOUT}.{key}": value}
     found |= {
-        f"{MODELS}.ref.{key}": value,
-        f"{ROLLOUT}.{key}": value,
         f"{ROLLOUT}.tensor_model_parallel_size": rollout.tp,
         f"{ROLLOUT}.data_parallel_size": rollout.dp,
         f"{ROLLOUT}.enable_expert_parallel": rollout.has_expert_parallel,
@@ -57,10 +57,11 @@ def overrides_of(candidate: Candidate, config: PPOTrainerConfig) -> list[str]:
         f"{ROLLOUT}.max_num_batched_tokens": knobs.max_num_batched_tokens,
         f"{ROLLOUT}.enforce_eager": not rollout.has_graphs,
     }
-    return [f"{key}={_text(value)}" for key, value in found.items()]
+    return [f"{key}={value_text(value)}" for key, value in found.items()]
 
 
-def _text(value: object) -> str:
+def value_text(value: object) -> str:
+    """A value as Hydra reads it."""
     if value is None:
         return "null"
     if isinstance(value, tuple):

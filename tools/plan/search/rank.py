@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, product
 from operator import itemgetter
@@ -17,7 +17,7 @@ from tools.plan.search.layouts import (
     update_batches,
 )
 from tools.plan.setup import PlannedRun
-from tools.plan.timing import Constants, RunShape, StepTime, TrainShape, predict
+from tools.plan.timing import Constants, RolloutShape, RunShape, StepTime, TrainShape, predict
 from tools.plan.timing.rollout import rollout_seconds
 from tools.plan.timing.training import log_prob_seconds, update_seconds
 from tools.plan.timing.transitions import offload_seconds, weight_sync_seconds
@@ -47,13 +47,23 @@ class Ranking:
     best: tuple[Candidate, ...]
 
 
-def ranking(run: PlannedRun, shape: RunShape, size: StepSize, constants: Constants, count: int = 200) -> Ranking:
-    """The ``count`` fastest layouts of ``run``'s devices that fit by the bound; ``shape`` is the run's own."""
+def ranking(
+    run: PlannedRun,
+    shape: RunShape,
+    size: StepSize,
+    constants: Constants,
+    count: int = 200,
+    is_wanted: Callable[[ParallelLayout | RolloutShape], bool] = lambda layout: True,
+) -> Ranking:
+    """The ``count`` fastest layouts of ``run``'s devices that fit by the bound; ``shape`` is the run's own.
+
+    Training and rollout layouts that are not ``is_wanted`` are left out.
+    """
     bounds, rates = Bounds(run, size), constants.rates(run.device.family)
-    layouts = list(training_layouts(run))
+    layouts = list(filter(is_wanted, training_layouts(run)))
     trainings = sorted(_fitting(bounds, shape, constants, layouts), key=itemgetter(0))
     seconds = {}
-    for rollout in rollout_layouts(run, shape.rollout):
+    for rollout in filter(is_wanted, rollout_layouts(run, shape.rollout)):
         other = replace(shape, rollout=rollout)
         generation = sum(rollout_seconds(other, run.device, rates).values())
         seconds[rollout] = generation + sum(weight_sync_seconds(other, rates).values())

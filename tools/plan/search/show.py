@@ -11,7 +11,7 @@ from tools.plan.devices import GIB
 from tools.plan.search.rank import Candidate, own_candidate, ranking
 from tools.plan.search.verify import Verified, verified
 from tools.plan.tables import TextTable, layout_text
-from tools.plan.timing import Constants, MicroBatches, RunShape, StepTime
+from tools.plan.timing import Constants, MicroBatches, RunShape, StepTime, TrainShape
 from tools.plan.whole import WholePlan
 
 LEAST_CHANGE = 0.005  # share of a step from which a phase's change is shown
@@ -64,17 +64,19 @@ def differences(other: StepTime, step: StepTime, other_name: str) -> list[str]:
 def _rollout_text(candidate: Candidate) -> str:
     """Tensor parallelism, replicas that share experts, and settings that are not the config's."""
     rollout, knobs = candidate.shape.rollout, candidate.knobs
-    experts = f"EP{rollout.expert_ranks} {knobs.expert_exchange}" if rollout.has_expert_parallel else "experts cut"
+    experts = f" EP{rollout.expert_ranks} {knobs.expert_exchange}" if rollout.has_expert_parallel else ""
+    if candidate.shape.model.n_routed_experts and not rollout.has_expert_parallel:
+        experts = " experts cut"
     eager = "" if rollout.has_graphs else ", eager"
-    return f"TP{rollout.tp} DP{rollout.dp} {experts}, {knobs.max_num_batched_tokens} tokens{eager}"
+    return f"TP{rollout.tp} DP{rollout.dp}{experts}, {knobs.max_num_batched_tokens} tokens{eager}"
 
 
 def _cells(candidate: Candidate, plan: WholePlan | None, problems: Sequence[str]) -> tuple[str, ...]:
     train, step = candidate.shape.train, candidate.step
     return (
         layout_text(train.layout),
-        f"{_batch(train.update)}, log-probs {_batch(train.log_prob)}",
-        {0: "none", -1: "all"}.get(train.recomputed_layers, str(train.recomputed_layers)),
+        f"{batch(train.update)}, log-probs {batch(train.log_prob)}",
+        recomputed(train),
         _rollout_text(candidate),
         f"{step.total_s:,.1f}",
         f"{step.tokens_per_s_device:,.1f}",
@@ -83,7 +85,13 @@ def _cells(candidate: Candidate, plan: WholePlan | None, problems: Sequence[str]
     )
 
 
-def _batch(cut: MicroBatches) -> str:
+def recomputed(train: TrainShape) -> str:
+    """The number of a stage's layers that are computed again in the backward."""
+    return {0: "none", -1: "all"}.get(train.recomputed_layers, str(train.recomputed_layers))
+
+
+def batch(cut: MicroBatches) -> str:
+    """The size of a micro-batch."""
     return f"{cut.token_budget:,} tokens" if cut.token_budget else str(cut.samples)
 
 

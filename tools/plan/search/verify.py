@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from tools.plan.matching import problems as call_problems
@@ -34,10 +34,12 @@ def verified(
     size: StepSize,
     count: int,
     report: Callable[[Verified], None] = lambda found: None,
+    kept: Collection[str] = (),
 ) -> list[Verified]:
     """The first ``count`` of ``candidates`` whose plans fit, and those that do not; ``report`` is called with each.
 
     A half (training, rollout) in which one did not fit is not tried again. Ends after four tries for each one wanted.
+    ``kept`` are keys that keep the run's own values.
     """
     tried: list[Verified] = []
     bad_halves: set[object] = set()
@@ -47,7 +49,7 @@ def verified(
         halves = (candidate.shape.train, (candidate.shape.rollout, candidate.knobs))
         if bad_halves & set(halves):
             continue
-        found = _planned(run, candidate, size)
+        found = _planned(run, candidate, size, kept)
         tried.append(found)
         report(found)
         if found.problems and found.plan is not None and found.plan.stages:
@@ -74,8 +76,8 @@ def halves_at_fault(plan: WholePlan) -> tuple[bool, bool]:
     return training, rollout or has_problems(GENERATION)
 
 
-def _planned(run: PlannedRun, candidate: Candidate, size: StepSize) -> Verified:
-    overrides = tuple(overrides_of(candidate, run.config))
+def _planned(run: PlannedRun, candidate: Candidate, size: StepSize, kept: Collection[str]) -> Verified:
+    overrides = tuple(text for text in overrides_of(candidate, run.config) if text.partition("=")[0] not in kept)
     try:
         changed = run.changed(overrides)
     except ValueError as error:
