@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from recipes.common.launcher.first_plan import (
     cuda_profile,
     device_profile,
     first_plan,
+    npu_profile,
     plan_command,
 )
 from recipes.common.launcher.job import Job, resolve_config
@@ -49,7 +51,8 @@ def assert_fits(summary: str) -> None:
 def test_a_run_that_fits_is_summarised_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The planner's command, run in this process."""
     (scratch := tmp_path / "scratch").mkdir()
-    command = plan_command(job_of(tmp_path, *SMALL), scratch)
+    options = ("--brief", "--output", str(scratch / "plan.json"))
+    command = plan_command(job_of(tmp_path, *SMALL), scratch, *options)
     assert command[1:3] == ["-m", "tools.plan"]
     assert plan_main(command[3:]) == FITS
     assert_fits(capsys.readouterr().out.splitlines()[0])
@@ -104,20 +107,28 @@ def test_the_command_is_that_of_the_run(tmp_path: Path) -> None:
 
 
 def test_the_device_is_that_of_the_run(tmp_path: Path) -> None:
-    assert device_profile(job_of(tmp_path, "trainer.device=npu"), tmp_path) == "a3"
     here = load_device(device_profile(job_of(tmp_path, "trainer.n_gpus_per_node=3"), tmp_path))
     assert here.family == "cpu"
     assert here.devices_per_node == here.domain_devices == 3
     assert here.memory_gib == pytest.approx(here.host_memory_gib / 3, rel=1e-2)
-    for name, profile in (
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA H200", "h200"),
-        ("NVIDIA H20", "h20"),
-        ("NVIDIA GB200", "gb200"),
+    die = load_device(device_profile(job_of(tmp_path, "trainer.device=npu"), tmp_path))
+    assert (die.name, die.host_memory_gib) == (load_device("a3").name, here.host_memory_gib)
+
+
+def test_profiles_have_the_nodes_own_memory(tmp_path: Path) -> None:
+    for text, name in (
+        (npu_profile(8, 512 * GIB), "a2"),
+        (npu_profile(16, 512 * GIB), "a3"),
+        (npu_profile(0, 512 * GIB), "a3"),
+        (cuda_profile("NVIDIA H100 80GB HBM3", 80 * GIB, 512 * GIB), "h100"),
+        (cuda_profile("NVIDIA H200", 141 * GIB, 512 * GIB), "h200"),
+        (cuda_profile("NVIDIA H20", 96 * GIB, 512 * GIB), "h20"),
+        (cuda_profile("NVIDIA GB200", 186 * GIB, 512 * GIB), "gb200"),
     ):
-        assert cuda_profile(name) == profile
-    with pytest.raises(ValueError, match="no device profile for 'NVIDIA T4'; set PLAN_DEVICE"):
-        cuda_profile("NVIDIA T4")
+        (tmp_path / "here.toml").write_text(text, encoding="utf-8")
+        assert load_device(str(tmp_path / "here.toml")) == replace(load_device(name), host_memory_gib=512.0)
+    other = tomllib.loads(cuda_profile("NVIDIA T4", 15 * GIB, 64 * GIB))
+    assert (other["name"], other["memory_gib"], other["host_memory_gib"]) == ("NVIDIA T4, timed as an H100", 15, 64)
 
 
 def test_a_cpu_profile_has_this_machines_memory() -> None:

@@ -11,13 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from recipes.common.launcher.checks import hub_problems
 from recipes.common.launcher.hub import fetch_model, hub_name
 from recipes.common.launcher.job import Job, resolve_config
-from recipes.common.launcher.settings import Settings, read_settings
+from recipes.common.launcher.settings import Settings, SettingsError, read_settings
 from recipes.common.launcher.stages import stages
 from recipes.common.recipe import ROOT, load_recipe
 from recipes.common.tiny_models import QWEN3
 from tests.tools.test_download import hub
+from tools.download import PACKAGES
 
 NAME = "Qwen/Qwen3-0.6B"
 FILES = {"tokenizer.json": b"{}", "tokenizer_config.json": b"{}", "model.safetensors": b"weights"}
@@ -52,8 +54,23 @@ def test_without_a_hub_nothing_starts(tmp_path: Path) -> None:
         f"ValueError: MODEL_PATH {NAME}: no such directory here, and huggingface does not give a model of that name ("
     )
     assert expected in done.stderr
-    with pytest.raises(ValueError, match="MODEL_SOURCE is 'elsewhere'; expected huggingface or modelscope"):
-        fetch_model(NAME, "elsewhere", tmp_path, with_weights=True)
+
+
+@pytest.mark.parametrize("given", [{}, {"MODEL_PATH": str(QWEN3.directory)}, {"MODEL_PATH": NAME}])
+def test_a_hub_that_nobody_knows_is_refused_at_once(given: dict[str, str]) -> None:
+    """Also beside a model that is here: its data set would be fetched."""
+    with pytest.raises(SettingsError, match="MODEL_SOURCE is 'elsewhere'; expected huggingface or modelscope"):
+        read_settings(load_recipe("gsm8k"), [], {"MODEL_SOURCE": "elsewhere", **given})
+
+
+def test_a_hub_without_its_package_is_refused_before_the_fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PACKAGES, "modelscope", "no_such_package")
+    given = {"OUTPUT_DIR": str(tmp_path), "MODEL_PATH": str(QWEN3.directory), "MODEL_SOURCE": "modelscope"}
+    settings = read_settings(load_recipe("gsm8k"), [], given)
+    found = hub_problems(Job(settings, resolve_config(settings)))
+    assert found == ["MODEL_SOURCE=modelscope needs its package: pip install no_such_package; or set INPUT_DIR"]
+    settings = replace(settings, input_path=tmp_path)
+    assert hub_problems(Job(settings, resolve_config(settings))) == []
 
 
 def test_what_is_complete_is_not_fetched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,7 @@ def test_the_tiny_model_learns(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2000)
 @pytest.mark.parametrize("widths", [SMALL, {}], ids=["small", "qwen3_0.6b"])
 def test_a_model_of_ones_own_trains_resumes_and_is_exported(tmp_path: Path, widths: dict[str, Any]) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -59,11 +60,14 @@ def test_a_model_of_ones_own_trains_resumes_and_is_exported(tmp_path: Path, widt
         "data.val_max_samples=4",
         f"custom_reward_function.path={tmp_path}/reward.py",
     ]
+    layout, chosen = tmp_path / "out" / "layout.json", []
     for num_steps in (2, 3):
         environment = {**os.environ, **given, "OUTPUT_DIR": str(tmp_path / "out"), "STEPS": str(num_steps)}
         environment["RAY_PORT"] = str(free_ports(1)[0])
         command = ["bash", "recipes/gsm8k/run.sh", *overrides]
         subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=900)
+        chosen.append((layout.read_text(encoding="utf-8"), layout.stat().st_mtime_ns))
+    assert chosen[0] == chosen[1] and "gpu_memory_utilization" in chosen[0][0]
     text = (tmp_path / "out" / "metrics.jsonl").read_text(encoding="utf-8")
     steps = [json.loads(line) for line in text.splitlines()]
     assert [step["step"] for step in steps] == [0, 1, 2, 3]

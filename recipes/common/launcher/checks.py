@@ -14,6 +14,7 @@ from recipes.common.launcher.job import Job, has_shards, is_fp8, model_dimension
 from recipes.common.launcher.settings import NodeRole, Settings
 from recipes.common.launcher.stages import stages
 from recipes.common.recipe import Recipe
+from tools.download import missing_package
 from tools.plan.devices import load_device
 from verl.trainer.config.config import PPOTrainerConfig
 from verl.trainer.config.data import file_list
@@ -32,7 +33,7 @@ def problems(job: Job, role: NodeRole) -> list[str]:
     if role.is_head:
         if job.settings.model_path is not None and not model_problems(job.settings.model_path):
             found += weight_problems(job, job.settings.model_path)
-        found += parquet_problems(job)
+        found += [*hub_problems(job), *parquet_problems(job)]
         found += [*reward_problems(job), *plugin_problems(job), *resume_problems(job)]
     return found
 
@@ -120,6 +121,14 @@ def device_problems(job: Job) -> list[str]:
     if job.rollout_nnodes:
         asking += f", rollout.n_gpus_per_node is {job.config.rollout.n_gpus_per_node}, a node needs {wanted}"
     return [f"{asking}, and torch sees {count} GPUs on this node: set NPUS_PER_NODE"] if count < wanted else []
+
+
+def hub_problems(job: Job) -> list[str]:
+    """Whether the data set can be fetched from its hub, where a stage will."""
+    is_fetched = any(stage.name == "fetch" and stage.skip_reason is None for stage in stages(job))
+    hub = job.settings.model_source
+    advice = missing_package(hub) if is_fetched else None
+    return [] if advice is None else [f"MODEL_SOURCE={hub} {advice}; or set {job.settings.recipe.input_variable}"]
 
 
 def writable_problems(name: str, path: Path) -> list[str]:

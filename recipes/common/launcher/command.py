@@ -19,6 +19,7 @@ from recipes.common.launcher import checks, hostfile, network
 from recipes.common.launcher.first_plan import first_plan
 from recipes.common.launcher.hub import fetch_model, hub_name
 from recipes.common.launcher.job import Job, resolve_config
+from recipes.common.launcher.layout_choice import choose_layout, without_layout
 from recipes.common.launcher.node_run import NodeRun, Stopped
 from recipes.common.launcher.output_dir import only_run
 from recipes.common.launcher.parent_death import end_with_parent
@@ -26,6 +27,7 @@ from recipes.common.launcher.print_plan import print_plan
 from recipes.common.launcher.settings import (
     NodeRole,
     SettingsError,
+    count_accelerators,
     find_accelerator,
     find_role,
     read_settings,
@@ -63,26 +65,51 @@ def launch(arguments: list[str]) -> int:
 def _run_or_print(recipe: Recipe, arguments: Sequence[str], console: Console) -> int:
     """Check everything, then run this node's part or print the plan; ValueError with every problem."""
     overrides = [argument for argument in arguments if argument not in ("--print-plan", "--no-plan")]
-    others = _other_nodes(recipe, overrides)
+    others, may_plan = _other_nodes(recipe, overrides), "--no-plan" not in arguments
     job, problems = _read_job(recipe, overrides, with_weights="--print-plan" not in arguments)
+    chooses = job.settings.chooses_layout
     if "--print-plan" in arguments:
-        role = _role_for_plan(job)
-        print_plan(job, role, [*problems, *checks.problems(job, role)], console, others)
+        _print_plan(job, problems, may_plan, others, console)
         return 0
     try:
         role = find_role(job.settings, job.nnodes)
     except ValueError as error:
         problems.append(str(error))
         role = _role_for_plan(job)
-    if problems := problems + checks.problems(job, role):
+    problems += checks.problems(without_layout(job) if chooses else job, role)
+    choice = None
+    if chooses and not problems:  # what no layout mends is refused before one is searched
+        choice = choose_layout(job, may_plan, console.print)
+        console.print("\n".join(choice.lines))
+        job = choice.applied(job)
+        problems = checks.problems(job, role)
+    if problems:
         raise ValueError(_listed(problems))
     with only_run(job.settings.output_dir) if role.is_head else nullcontext():
-        if role.is_head and "--no-plan" not in arguments:
+        if role.is_head and may_plan:
             plan = first_plan(job)
             console.print(plan.summary)
             if plan.problems:
                 raise ValueError(f"the run cannot fit (--no-plan starts it all the same):\n{_listed(plan.problems)}")
+        if role.is_head and choice is not None:
+            choice.write(job.settings.output_dir)
         return _launch(job, role, others)
+
+
+def _print_plan(
+    job: Job, problems: list[str], may_plan: bool, others: Sequence[hostfile.RemoteStart], console: Console
+) -> None:
+    """Print the plan with the layout that is chosen for it; a model's description is enough."""
+    lines: tuple[str, ...] = ()
+    if job.settings.chooses_layout and not problems:
+        try:
+            choice = choose_layout(job, may_plan, lambda text: None)
+        except ValueError as error:
+            problems.append(str(error))
+        else:
+            job, lines = choice.applied(job), choice.lines
+    role = _role_for_plan(job)
+    print_plan(job, role, [*problems, *checks.problems(job, role)], console, others, lines)
 
 
 def _read_job(recipe: Recipe, overrides: Sequence[str], with_weights: bool) -> tuple[Job, list[str]]:
@@ -92,7 +119,8 @@ def _read_job(recipe: Recipe, overrides: Sequence[str], with_weights: bool) -> t
     """
     problems: list[str] = []
     try:
-        settings = read_settings(recipe, overrides, os.environ, find_accelerator())
+        accelerator = find_accelerator()
+        settings = read_settings(recipe, overrides, os.environ, accelerator, count_accelerators(accelerator))
     except SettingsError as error:
         settings, problems = error.settings, error.problems
     if recipe.cpu_config is not None and not problems and (name := hub_name(os.environ)):
@@ -131,6 +159,12 @@ def print_help(recipe: Recipe) -> None:
         "--no-plan starts at once; without it the head first plans the run (memory, calls, time) and refuses what "
         "cannot fit"
     )
+    if recipe.cpu_config is not None:
+        console.print(
+            "\nWith MODEL_PATH the planner chooses layout, micro-batches, what moves to host memory and the rollout's "
+            "share of the devices; --print-plan says why, OUTPUT_DIR/layout.json keeps the choice, every key=value "
+            "goes before it. With --no-plan a kept choice is used, else the config's own layout."
+        )
 
 
 def _role_for_plan(job: Job) -> NodeRole:

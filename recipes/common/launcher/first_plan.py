@@ -35,22 +35,18 @@ def first_plan(job: Job, timeout_s: float = TIMEOUT_S) -> FirstPlan:
     with tempfile.TemporaryDirectory(prefix="first-plan-") as folder:
         scratch = Path(folder)
         try:
-            command = plan_command(job, scratch)
+            command = plan_command(job, scratch, "--brief", "--output", str(scratch / "plan.json"))
         except ValueError as error:
             return FirstPlan(f"no plan: {error}")
-        status, lines = _run(command, scratch / "output", timeout_s)
-        result = scratch / "plan.json"
-        if status in (FITS, DOES_NOT_FIT) and result.is_file():
-            return FirstPlan(lines[0], tuple(json.loads(result.read_text(encoding="utf-8"))["problems"]))
-    if status is None:
-        reason = f"the planner took longer than {timeout_s:g} s"
-    else:
-        reason = lines[-1].removeprefix("error: ") if lines else f"the planner ended with status {status} and no output"
-    return FirstPlan(f"no plan: {reason}; the run starts without one")
+        try:
+            lines = run_planner(command, scratch / "plan.json", timeout_s)
+        except ValueError as error:
+            return FirstPlan(f"no plan: {error}; the run starts without one")
+        return FirstPlan(lines[0], tuple(json.loads((scratch / "plan.json").read_text(encoding="utf-8"))["problems"]))
 
 
-def plan_command(job: Job, scratch: Path) -> list[str]:
-    """The planner's command line; ValueError when the device is not known."""
+def plan_command(job: Job, scratch: Path, *options: str) -> list[str]:
+    """The planner's command line for the run, with these options; ValueError when the device is not known."""
     directory, name = config_path(job.settings)
     model = scratch / "model"
     model.mkdir()
@@ -61,42 +57,75 @@ def plan_command(job: Job, scratch: Path) -> list[str]:
         *(sys.executable, "-m", "tools.plan", str(directory / f"{name}.yaml")),
         *(text for text in overrides if not text.startswith("actor_rollout_ref.model.path=")),
         *("--device", device_profile(job, scratch), "--model", str(model)),
-        *("--brief", "--output", str(scratch / "plan.json")),
+        *options,
     ]
 
 
 def device_profile(job: Job, scratch: Path) -> str:
-    """PLAN_DEVICE, or the profile of the run's device; a CPU's profile gets this machine's memory."""
+    """PLAN_DEVICE, or a file with the profile of the run's devices and this machine's memory."""
     if job.settings.plan_device is not None:
         return job.settings.plan_device
+    memory_bytes = psutil.virtual_memory().total
     if job.device == "npu":
-        return "a3"
-    if job.device == "cuda":
+        text = npu_profile(job.settings.num_accelerators, memory_bytes)
+    elif job.device == "cuda":
         import torch
 
-        return cuda_profile(torch.cuda.get_device_name(0))
+        gpu = torch.cuda.get_device_properties(0)
+        text = cuda_profile(gpu.name, gpu.total_memory, memory_bytes)
+    else:
+        text = cpu_profile(memory_bytes, job.npus_per_node)
     path = scratch / "this_machine.toml"
-    path.write_text(cpu_profile(psutil.virtual_memory().total, job.npus_per_node), encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
     return str(path)
 
 
-def cuda_profile(gpu_name: str) -> str:
-    """The profile of a GPU by torch's name for it; ValueError when there is none."""
+def npu_profile(num_dies: int, host_bytes: int) -> str:
+    """A node of eight is an Atlas A2, any other an A3; they differ little within a node."""
+    return _profile("a2" if 1 <= num_dies <= 8 else "a3", host_memory_gib=_gib(host_bytes))
+
+
+def cuda_profile(gpu_name: str, memory_bytes: int, host_bytes: int) -> str:
+    """The profile of a GPU by torch's name for it; another one has its own memory and an H100's rates."""
     for word in re.split(r"[^A-Z0-9]+", gpu_name.upper()):
         if word in CUDA_PROFILES:
-            return word.lower()
-    raise ValueError(f"there is no device profile for {gpu_name!r}; set PLAN_DEVICE to a name or the path of one")
+            return _profile(word.lower(), host_memory_gib=_gib(host_bytes))
+    name = json.dumps(f"{gpu_name}, timed as an H100")
+    return _profile("h100", name=name, memory_gib=_gib(memory_bytes), host_memory_gib=_gib(host_bytes))
 
 
 def cpu_profile(memory_bytes: int, num_workers: int) -> str:
-    """The planner's profile of a CPU as TOML, where ``num_workers`` processes share ``memory_bytes``."""
-    text = (ROOT / "tools" / "plan" / "devices" / "cpu.toml").read_text(encoding="utf-8")
-    gib = memory_bytes / 2**30
-    values = {"memory_gib": f"{gib / num_workers:.3f}", "host_memory_gib": f"{gib:.3f}"}
-    values |= dict.fromkeys(("devices_per_node", "domain_devices"), str(num_workers))
+    """A CPU where ``num_workers`` processes share ``memory_bytes``."""
+    workers = dict.fromkeys(("devices_per_node", "domain_devices"), str(num_workers))
+    return _profile("cpu", memory_gib=_gib(memory_bytes / num_workers), host_memory_gib=_gib(memory_bytes), **workers)
+
+
+def _profile(base: str, **values: str) -> str:
+    """The planner's profile ``base`` as TOML, with these values in place of its own."""
+    text = (ROOT / "tools" / "plan" / "devices" / f"{base}.toml").read_text(encoding="utf-8")
     for key, value in values.items():
-        text = re.sub(rf"^{key} *=.*", f"{key} = {value}", text, flags=re.MULTILINE)
+        line = f"{key} = {value}".replace("\\", r"\\")
+        text = re.sub(rf"^{key} *=.*", line, text, flags=re.MULTILINE)
     return text
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.3f}"
+
+
+def run_planner(command: list[str], result: Path, timeout_s: float = TIMEOUT_S) -> list[str]:
+    """The lines that the planner prints when it has written ``result``, whether or not the run fits.
+
+    ValueError with the reason where it has not.
+    """
+    status, lines = _run(command, result.with_name("output"), timeout_s)
+    if status in (FITS, DOES_NOT_FIT) and result.is_file():
+        return lines
+    if status is None:
+        raise ValueError(f"the planner took longer than {timeout_s:g} s")
+    raise ValueError(
+        lines[-1].removeprefix("error: ") if lines else f"the planner ended with status {status} and no output"
+    )
 
 
 def _run(command: list[str], log: Path, timeout_s: float) -> tuple[int | None, list[str]]:

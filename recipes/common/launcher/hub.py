@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from tools.download import DESCRIPTION, PACKAGES, Request, download, missing_package
+from tools.download import DESCRIPTION, Request, download, missing_package
 from tools.download_sources import Source
 
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # owner and model, of which neither begins with a dot
@@ -24,8 +24,6 @@ def fetch_model(name: str, hub: str, output_dir: Path, with_weights: bool) -> Pa
 
     A complete one needs no network any more. ValueError says why it cannot be fetched.
     """
-    if hub not in PACKAGES:
-        raise ValueError(f"MODEL_SOURCE is {hub!r}; expected {' or '.join(sorted(PACKAGES))}")
     if advice := missing_package(hub):
         raise ValueError(f"MODEL_SOURCE={hub} {advice}")
     directory = output_dir / "hub" / name.replace("/", "--")

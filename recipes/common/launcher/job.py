@@ -82,7 +82,7 @@ def config_path(settings: Settings) -> tuple[Path, str]:
 
 
 def run_overrides(settings: Settings, model_dir: Path, rollout_nnodes: int = 0) -> list[str]:
-    """Hydra overrides that follow from the settings, then the user's own, which win.
+    """Hydra overrides that follow from the settings, then what the planner has chosen, then the user's own, which win.
 
     model_dir: the model's directory without quantisation. rollout_nnodes: how many of NNODES only generate; where that
     leaves none to train, nodes do both.
@@ -105,9 +105,9 @@ def run_overrides(settings: Settings, model_dir: Path, rollout_nnodes: int = 0) 
         derived["trainer.total_training_steps"] = settings.steps
     if settings.nnodes is not None and settings.nnodes > rollout_nnodes:
         derived["trainer.nnodes"] = settings.nnodes - rollout_nnodes
-    if settings.npus_per_node is not None:
-        derived["trainer.n_gpus_per_node"] = settings.npus_per_node
-    return [*(f"{key}={_quoted(value)}" for key, value in derived.items()), *settings.overrides]
+    if settings.num_devices is not None:
+        derived["trainer.n_gpus_per_node"] = settings.num_devices
+    return [*(f"{key}={_quoted(value)}" for key, value in derived.items()), *settings.chosen, *settings.overrides]
 
 
 def _quoted(value: object) -> str:

@@ -22,9 +22,17 @@ TEMP_DIR = "/tmp/rl_<random>"
 
 
 def print_plan(
-    job: Job, role: NodeRole, problems: list[str], console: Console, others: Sequence[RemoteStart] = ()
+    job: Job,
+    role: NodeRole,
+    problems: list[str],
+    console: Console,
+    others: Sequence[RemoteStart] = (),
+    choice: Sequence[str] = (),
 ) -> None:
-    """Print the plan of the whole run, as seen from any of its nodes; ``others`` are those that this one starts."""
+    """Print the plan of the whole run, as seen from any of its nodes.
+
+    ``others`` are those that this one starts, ``choice`` is how the layout was chosen.
+    """
     master = job.settings.master_addr or role.master_addr
     nodes = [role]
     if job.nnodes > 1:
@@ -34,6 +42,7 @@ def print_plan(
             nodes.append(NodeRole(False, address, master, f"<interface of node {rank}>"))
     console.rule(f"Plan: {job.settings.config_name} on {job.nnodes} x {job.npus_per_node} {job.device} devices")
     _print_layout(job, console)
+    console.print("".join(f"{line}\n" for line in choice), end="")
     for rank, node in enumerate(nodes):
         console.rule(f"Node {rank}: {'head' if node.is_head else 'worker'} {node.own_addr}")
         _print_environment(job, node, console, rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -11,10 +12,11 @@ from typing import Any
 
 from recipes.common.launcher import network
 from recipes.common.recipe import ROOT, Recipe
+from tools.download import PACKAGES
 from verl.utils.net_utils import LOOPBACK
 
 CPU = "cpu"
-
+DEV = Path("/dev")
 
 # kind of a variable -> how its text becomes a value, the least and the most of a number, what an error says is expected
 KINDS: dict[str, tuple[Callable[[str], Any], float | None, float, str]] = {
@@ -56,7 +58,10 @@ REMOVED = {"CONTROL_PORT": "nodes meet at RAY_PORT, the port of Ray on the head"
 
 @dataclass(frozen=True)
 class Settings:
-    """One node's view of the run. A field has the name of its variable; None means that it was not given."""
+    """One node's view of the run. A field has the name of its variable; None means that it was not given.
+
+    ``chosen`` are overrides that the planner has chosen, which the user's own override.
+    """
 
     recipe: Recipe
     config_name: str
@@ -65,6 +70,8 @@ class Settings:
     input_path: Path | None = None
     eval_input: str = ""
     accelerator: str = CPU
+    num_accelerators: int = 0
+    chosen: tuple[str, ...] = ()
     model_path: Path | None = None
     model_source: str = "huggingface"
     dist_ckpt_path: Path | None = None
@@ -82,6 +89,21 @@ class Settings:
     lost_timeout_s: float = 20.0
     plan_device: str | None = None
     ray_auth_token: str | None = None
+
+    @property
+    def chooses_layout(self) -> bool:
+        """Whether the planner chooses the layout: for any model, in the recipe's own configs."""
+        recipe = self.recipe
+        takes_any = self.model_path is not None and recipe.cpu_config is not None
+        return takes_any and self.config_name in (recipe.full_config, recipe.cpu_config)
+
+    @property
+    def num_devices(self) -> int | None:
+        """NPUS_PER_NODE, or where the layout is chosen all accelerators of this node; None: as the config says."""
+        asked = [text.partition("=")[2] for text in self.overrides if text.startswith("trainer.device=")]
+        is_here = asked[-1:] in ([], ["auto"], [self.accelerator])
+        here = self.num_accelerators if self.chooses_layout and is_here else None
+        return self.npus_per_node or here or None
 
     @property
     def log_dir(self) -> Path:
@@ -131,7 +153,11 @@ def _default_config(recipe: Recipe) -> str:
 
 
 def read_settings(
-    recipe: Recipe, overrides: Sequence[str], environment: Mapping[str, str], accelerator: str = CPU
+    recipe: Recipe,
+    overrides: Sequence[str],
+    environment: Mapping[str, str],
+    accelerator: str = CPU,
+    num_accelerators: int = 0,
 ) -> Settings:
     """The settings in ``environment``; SettingsError that lists every value that is not what it should be."""
     problems: list[str] = []
@@ -157,10 +183,13 @@ def read_settings(
         input_path=read(recipe.input_variable, "path"),
         eval_input=environment.get(recipe.eval_variable, "").strip() if recipe.eval_variable else "",
         accelerator=accelerator,
+        num_accelerators=num_accelerators,
         model_source=environment.get("MODEL_SOURCE", "").strip() or "huggingface",
         **given,
     )
     problems += recipe.eval_problems(settings.eval_input)
+    if recipe.cpu_config is not None and settings.model_source not in PACKAGES:
+        problems.append(f"MODEL_SOURCE is {settings.model_source!r}; expected {' or '.join(sorted(PACKAGES))}")
     problems += [f"{name} is not used any more: {reason}" for name, reason in REMOVED.items() if environment.get(name)]
     wrong = [text for text in overrides if "=" not in text and not text.startswith("~")]
     problems += [
@@ -213,10 +242,22 @@ def find_role(settings: Settings, nnodes: int) -> NodeRole:
 
 def find_accelerator() -> str:
     """npu where this machine has Ascend device files, cuda where torch can use a GPU, else cpu."""
-    if list(Path("/dev").glob("davinci[0-9]*")):
+    if list(DEV.glob("davinci[0-9]*")):
         return "npu"
-    if list(Path("/dev").glob("nvidia[0-9]*")):
+    if list(DEV.glob("nvidia[0-9]*")):
         import torch  # takes seconds to import: only where there may be a GPU
 
         return "cuda" if torch.cuda.is_available() else CPU
     return CPU
+
+
+def count_accelerators(accelerator: str) -> int:
+    """How many of these devices a process sees here; 0 on a CPU."""
+    if accelerator == "npu":
+        visible = os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
+        return len(list(DEV.glob("davinci[0-9]*")) if visible is None else visible.split(","))
+    if accelerator == "cuda":
+        import torch
+
+        return torch.cuda.device_count()
+    return 0
