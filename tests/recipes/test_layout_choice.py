@@ -73,7 +73,8 @@ def test_a_choice_is_kept_until_what_it_was_made_for_changes(tmp_path: Path) -> 
         f"--no-plan: the config's own, on 1 cuda device(s); nothing is chosen, because {tmp_path}/out/{FILE} is for "
         "other devices and settings"
     )
-    assert "is for other model" in chosen(job_of(tmp_path, devices=2, MODEL_PATH=str(BIG)), may_plan=False)[0].note
+    big = job_of(tmp_path, devices=2, kind="cuda", PLAN_DEVICE="h100", MODEL_PATH=str(BIG))
+    assert "is for other model" in chosen(big, may_plan=False)[0].note
 
 
 @pytest.mark.slow
