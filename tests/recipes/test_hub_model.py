@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from recipes.common import launch
 from recipes.common.launcher.checks import hub_problems
 from recipes.common.launcher.hub import fetch_model, hub_name
 from recipes.common.launcher.job import Job, resolve_config
-from recipes.common.launcher.settings import Settings, SettingsError, read_settings
+from recipes.common.launcher.settings import Settings, read_settings
 from recipes.common.launcher.stages import stages
 from recipes.common.recipe import ROOT, load_recipe
 from recipes.common.tiny_models import QWEN3
@@ -56,11 +57,17 @@ def test_without_a_hub_nothing_starts(tmp_path: Path) -> None:
     assert expected in done.stderr
 
 
-@pytest.mark.parametrize("given", [{}, {"MODEL_PATH": str(QWEN3.directory)}, {"MODEL_PATH": NAME}])
-def test_a_hub_that_nobody_knows_is_refused_at_once(given: dict[str, str]) -> None:
+@pytest.mark.parametrize("model", ["", str(QWEN3.directory), NAME])
+def test_a_hub_that_nobody_knows_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str
+) -> None:
     """Also beside a model that is here: its data set would be fetched."""
-    with pytest.raises(SettingsError, match="MODEL_SOURCE is 'elsewhere'; expected huggingface or modelscope"):
-        read_settings(load_recipe("gsm8k"), [], {"MODEL_SOURCE": "elsewhere", **given})
+    for name, value in {"MODEL_SOURCE": "elsewhere", "MODEL_PATH": model, "OUTPUT_DIR": str(tmp_path / "out")}.items():
+        monkeypatch.setenv(name, value)
+    assert launch.main(["gsm8k"]) == launch.BAD_INPUT
+    message = capsys.readouterr().out
+    assert "- MODEL_SOURCE is 'elsewhere'; expected huggingface or modelscope" in message
+    assert "Nothing was started" in message and not (tmp_path / "out").exists()
 
 
 def test_a_hub_without_its_package_is_refused_before_the_fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

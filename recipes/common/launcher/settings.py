@@ -172,6 +172,10 @@ def read_settings(
         problems.append(f"{name}={text!r}: expected {expected}")
         return None
 
+    hub = environment.get("MODEL_SOURCE", "").strip() or "huggingface"
+    if recipe.cpu_config is not None and hub not in PACKAGES:
+        problems.append(f"MODEL_SOURCE is {hub!r}; expected {' or '.join(sorted(PACKAGES))}")
+        hub = "huggingface"
     names = {field.name for field in fields(Settings)}
     given = {name.lower(): read(name, kind) for name, kind, *_ in _ROWS if name.lower() in names}
     given = {name: value for name, value in given.items() if value is not None}
@@ -184,12 +188,10 @@ def read_settings(
         eval_input=environment.get(recipe.eval_variable, "").strip() if recipe.eval_variable else "",
         accelerator=accelerator,
         num_accelerators=num_accelerators,
-        model_source=environment.get("MODEL_SOURCE", "").strip() or "huggingface",
+        model_source=hub,
         **given,
     )
     problems += recipe.eval_problems(settings.eval_input)
-    if recipe.cpu_config is not None and settings.model_source not in PACKAGES:
-        problems.append(f"MODEL_SOURCE is {settings.model_source!r}; expected {' or '.join(sorted(PACKAGES))}")
     problems += [f"{name} is not used any more: {reason}" for name, reason in REMOVED.items() if environment.get(name)]
     wrong = [text for text in overrides if "=" not in text and not text.startswith("~")]
     problems += [
