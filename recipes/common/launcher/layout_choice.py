@@ -85,12 +85,12 @@ def choose_layout(job: Job, may_plan: bool, report: Callable[[str], object]) -> 
             return LayoutChoice((), (), made_for, f"{own}, because {path} is {_stale(changed)}")
         report(f"the planner chooses a layout for {made_for['devices']} ...")
         try:
-            lines = run_planner(command, result)
+            run_planner(command, result)
         except ValueError as error:
             raise ValueError(_cannot(error)) from error
         found = json.loads(result.read_text(encoding="utf-8"))
     if not found["overrides"]:
-        raise ValueError("\n  ".join([f"no layout fits {made_for['devices']}:", *lines]))
+        raise ValueError("\n  ".join([f"no layout fits {made_for['devices']}:", *found["reasons"]]))
     note = f"chosen for {made_for['devices']}"
     if changed:
         note += f"; {path} was {_stale(changed)}{_of_checkpoint(job)}"

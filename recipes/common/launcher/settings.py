@@ -257,7 +257,7 @@ def count_accelerators(accelerator: str) -> int:
     """How many of these devices a process sees here; 0 on a CPU."""
     if accelerator == "npu":
         visible = os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
-        return len(list(DEV.glob("davinci[0-9]*")) if visible is None else visible.split(","))
+        return len(list(DEV.glob("davinci[0-9]*")) if visible is None else visible.replace(",", " ").split())
     if accelerator == "cuda":
         import torch
 
