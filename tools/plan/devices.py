@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 PROFILES = Path(__file__).with_name("devices")
-FAMILIES = ("ascend", "cuda", "cpu")
+KINDS = {"ascend": "npu", "cuda": "cuda", "cpu": "cpu"}  # family of a device -> trainer.device
+FAMILIES = tuple(KINDS)
 LINKS = ("domain_link", "scale_out_link")
 GIB = 1 << 30
 RESERVED_BYTES = {"ascend": 4 << 30, "cuda": 2 << 30, "cpu": 0}  # of the driver and contexts: modelled

@@ -11,7 +11,7 @@ from megatron.core.memory_ledger import ON_DEVICE, ON_HOST, LedgerEntry, ledger
 from megatron.core.parallel_layout import RankCoords
 from tools.plan.collectives import Collective, CollectiveLog
 from tools.plan.device import MemoryMeter, PlannedDevice
-from tools.plan.devices import DeviceProfile
+from tools.plan.devices import KINDS, DeviceProfile
 from tools.plan.launches import Launches
 from tools.plan.platform import PLATFORMS
 from tools.plan.repeated import RepeatedCalls, exact, repeated_within, steps, what_repeats
@@ -25,7 +25,6 @@ from vllm.distributed.parallel_state import GROUP_PREFIX
 from vllm.platforms import resolve_platform
 
 MANY = 4  # from so many micro-batches on, two small runs are quicker than another large one
-KINDS = {"ascend": "npu", "cuda": "cuda", "cpu": "cpu"}  # family of a device -> kind of op table
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from hf_formats.config import HFModelConfig, load_hf_config
 from recipes.common.recipe import RECIPES, load_recipe
-from tools.plan.devices import DeviceProfile
+from tools.plan.devices import KINDS, DeviceProfile
 from verl.trainer.config import PPOTrainerConfig, load_config
 
 MODELS = Path(__file__).with_name("models")
@@ -84,6 +84,8 @@ def planned_run(
     worker = config.actor_rollout_ref
     worker = replace(worker, model=replace(worker.model, path=str(folder)))
     config = replace(config, actor_rollout_ref=worker)
+    if config.trainer.device == "auto":
+        config = replace(config, trainer=replace(config.trainer, device=KINDS[device.family]))
     if config.has_rollout_ranks:
         raise ValueError(f"trainer.schedule={config.trainer.schedule}: only schedule=sync can be planned rank by rank")
     arguments = {"name": name, "overrides": overrides, "nodes": nodes, "model": model}

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tools.plan.devices import PROFILES, known_devices, load_device
+from tools.plan.setup import planned_run
 
 
 @pytest.mark.parametrize("name", known_devices())
@@ -51,3 +52,12 @@ def test_an_unknown_device_names_the_known() -> None:
         load_device("h1000")
     with pytest.raises(ValueError, match=r"no file \./none\.toml"):
         load_device("./none.toml")
+
+
+def test_a_run_on_any_device_is_planned_for_the_one_that_is_asked_about() -> None:
+    """``trainer.device=auto``: what an engine captures as graphs depends on it."""
+    for name, kind in (("a2", "npu"), ("h100", "cuda"), ("cpu", "cpu")):
+        run = planned_run("gsm8k", (), load_device(name), nodes=None, model="qwen3_0.6b")
+        assert run.config.trainer.device == kind
+    run = planned_run("gsm8k", ("trainer.device=npu",), load_device("h100"), nodes=None, model="qwen3_0.6b")
+    assert run.config.trainer.device == "npu"

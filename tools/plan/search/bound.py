@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import inf
 
 from megatron.core.parallel_layout import ParallelLayout
-from tools.plan.rank_plan import KINDS
+from tools.plan.devices import KINDS
 from tools.plan.search.communicators import communicator_bytes
 from tools.plan.search.weights import absorbed_copies, rollout_rank, training_stage
 from tools.plan.setup import PlannedRun

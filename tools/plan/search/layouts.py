@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from hf_formats.config import HFModelConfig
 from megatron.core.parallel_layout import ParallelLayout
-from tools.plan.devices import DeviceProfile
-from tools.plan.rank_plan import KINDS
+from tools.plan.devices import KINDS, DeviceProfile
 from tools.plan.search.bound import RolloutKnobs
 from tools.plan.setup import PlannedRun
 from tools.plan.timing import MicroBatches, RolloutShape
