@@ -44,6 +44,18 @@ def verl_row(source: str, prompt: Sequence[Mapping[str, str]], answer: str, spli
     }
 
 
+def messages(prompt: Any) -> list[dict[str, str]] | None:
+    """The messages of a prompt, each with role and content alone; None when it is no list of such, none empty."""
+    keys = ("role", "content")
+
+    def is_message(found: Any) -> bool:
+        return isinstance(found, dict) and all(isinstance(found.get(key), str) and found[key].strip() for key in keys)
+
+    if not isinstance(prompt, list) or not prompt or not all(map(is_message, prompt)):
+        return None
+    return [{key: message[key] for key in keys} for message in prompt]
+
+
 def usable_rows(rows: Iterable[tuple[str, dict[str, Any] | str]], where: object) -> list[dict[str, Any]]:
     """The rows; each comes with where it stands, and is a text if it cannot be used: the reason.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from recipes.common import data_scripts
 
 SIDES = ("train", "test")
+OUTPUTS = tuple(f"{side}.parquet" for side in SIDES)
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class QuestionForm:
     name: of the data set, for messages · columns: sets of columns, of which a file has one · converted_row: from a row,
     its side and its place there to verl's schema, or the reason why it cannot be used · settings: what else the rows
     depend on; output made with other settings is stale · carried, extra_texts: text columns of the output, and texts of
-    its extra_info.
+    its extra_info · published: of each side, how the names of its published files begin, where that is not its own.
     """
 
     name: str
@@ -31,24 +32,26 @@ class QuestionForm:
     settings: Mapping[str, Any]
     carried: Sequence[str] = ()
     extra_texts: Sequence[str] = ()
+    published: Mapping[str, str] = field(default_factory=dict)
 
     def input_files(self, input_dir: Path) -> dict[str, list[Path]]:
-        """Files of each side: ``train*`` or ``*_train*``, .parquet or .jsonl, in the folder or its ``data``; sorted.
+        """Files of each side, .parquet or .jsonl, in the folder or its ``data``; sorted.
 
-        Files that this command wrote are not among them, so that ``--local_dir`` may be the same folder. ValueError
-        when the folder or a side is not there.
+        They are named as published; where none are, ``train*`` or ``*_train*``. Files that this command wrote are not
+        among them, so that ``--local_dir`` may be the same folder. ValueError when the folder or a side is not there.
         """
-        expected = f"expected a folder with train*.parquet and test*.parquet (or .jsonl) of {self.name}"
+        names = {side: self.published.get(side, side) for side in SIDES}
+        every = " and ".join(f"{name}*.parquet" for name in names.values())
+        expected = f"expected a folder with {every} (or .jsonl) of {self.name}"
         if not input_dir.is_dir():
             raise ValueError(f"--input_dir {input_dir}: no such folder; {expected}")
         found = {}
-        for side in SIDES:
-            patterns = [f"{start}{side}*.{kind}" for kind in ("parquet", "jsonl") for start in ("", "*_")]
-            folders = [{path for name in patterns for path in input_dir.glob(inner + name)} for inner in ("", "data/")]
-            inputs = [[path for path in sorted(folder) if not _is_output(path)] for folder in folders]
-            found[side] = inputs[0] or inputs[1]
+        for side, name in names.items():
+            starts = [(name,)] * (name != side) + [(side, f"*_{side}")]
+            inputs = [_inputs(folder, start) for start in starts for folder in (input_dir, input_dir / "data")]
+            found[side] = next(filter(None, inputs), [])
             if not found[side]:
-                raise ValueError(f"--input_dir {input_dir}: no {side}*.parquet and no {side}*.jsonl there; {expected}")
+                raise ValueError(f"--input_dir {input_dir}: no {name}*.parquet and no {name}*.jsonl there; {expected}")
         return found
 
     def source_rows(self, file: Path) -> Iterator[Any]:
@@ -70,7 +73,8 @@ class QuestionForm:
         if not any(set(columns) <= set(table.column_names) for columns in self.columns):
             expected = " or ".join(" and ".join(columns) for columns in self.columns)
             raise ValueError(f"{file} has the columns {', '.join(table.column_names)}; expected {expected}")
-        yield from table.to_pylist()
+        for batch in table.to_batches():  # not all at once: a published file may have millions of rows
+            yield from batch.to_pylist()
 
     def convert(self, input_dir: Path, local_dir: Path) -> dict[str, int] | None:
         """Write both parquet files; return the rows of each side, or None when they are there, of these inputs.
@@ -114,12 +118,18 @@ class QuestionForm:
         return data_scripts.run_data_script(run, local_dir)
 
 
+def _inputs(folder: Path, starts: Sequence[str]) -> list[Path]:
+    """Files whose names begin so, without this command's own; sorted."""
+    found = {path for start in starts for kind in ("parquet", "jsonl") for path in folder.glob(f"{start}*.{kind}")}
+    return [path for path in sorted(found) if not _is_output(path)]
+
+
 def _is_output(path: Path) -> bool:
-    """Whether a file has the columns that this command writes."""
+    """Whether a file has the name and the columns that this command writes."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        return path.suffix == ".parquet" and {"data_source", "reward_model"} <= set(pq.read_schema(path).names)
+        return path.name in OUTPUTS and {"data_source", "reward_model"} <= set(pq.read_schema(path).names)
     except (pa.ArrowInvalid, OSError):
         return False  # not a parquet file: reading it reports that

@@ -37,20 +37,12 @@ def _converted_row(line: str, input_key: str, label_key: str, source: str, index
     if not isinstance(given, dict):
         return f"is a {type(given).__name__}, not an object with {input_key} and {label_key}"
     prompt, label = given.get(input_key), given.get(label_key)
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
+    chat = data_scripts.messages([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+    if chat is None:
         return f"{input_key} is {str(prompt)[:60]!r}; expected a text, or messages of role and content"
     if isinstance(label, bool) or not isinstance(label, str | int | float) or not str(label).strip():
         return f"{label_key} is {label!r}; expected the answer as text or number"
-    chat = [{"role": message["role"], "content": message["content"]} for message in messages]
     return data_scripts.verl_row(source, chat, str(label), source, index)
-
-
-def _is_message(message: Any) -> bool:
-    """Whether it is an object with texts as role and content, and the content is not empty."""
-    if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-        return False
-    return bool(message["content"].strip())
 
 
 def set_pairs(words: Sequence[str]) -> dict[str, Path]:
