@@ -35,6 +35,7 @@ def _model(what: str, size: str, repo_id: str, script: str, config: str = "") ->
 
 _R1_ZERO = "recipes/r1_zero/ray_start_grpo_npu.sh"
 _MATH = "recipes/math_lighteval/run_mcore_deepseek_verl.sh"
+_DAPO = "recipes/dapo_qwen3_moe/run_dapo_qwen3_moe_30b_megatron_npu.sh"
 _R1 = "recipes/r1_dynamic_sampling/run_deepseek_r1.sh"
 
 SOURCES = {
@@ -63,11 +64,11 @@ SOURCES = {
         ("main/*.parquet",),
     ),
     "dapo-math-17k": Source(
-        "17k problems as verl's rows",
+        "17k problems 100 times as verl's rows",
         "small",
         "BytedTsinghua-SIA/DAPO-Math-17k",
         None,
-        f"bash {_R1} data.train_files={{dir}}/data/dapo-math-17k.parquet",
+        f"INPUT_DIR={{dir}} bash {_DAPO} (with aime-2024 in the same folder)",
         ("data/*.parquet",),
     ),
     "dapo-math-17k-jsonl": Source(
@@ -79,11 +80,11 @@ SOURCES = {
         ("*.jsonl",),
     ),
     "aime-2024": Source(
-        "30 problems as verl's rows",
+        "30 problems 32 times as verl's rows",
         "small",
         "BytedTsinghua-SIA/AIME-2024",
         None,
-        f"bash {_R1} data.val_files={{dir}}/data/aime-2024.parquet",
+        f"INPUT_DIR={{dir}} bash {_DAPO} (with dapo-math-17k in the same folder)",
         ("data/*.parquet",),
     ),
     "aime-2024-jsonl": Source(

@@ -29,7 +29,8 @@ class TinyModel:
 
 
 _HERE = Path(__file__).parent
-# 0.8 million parameters each. Weights start with a width of 1 / sqrt(hidden_size): with the 0.006 or 0.02 of the real
-# models so narrow a model learns very slowly.
+# 0.8 million parameters each, 1.5 of Qwen3-MoE. Weights start with a width of 1 / sqrt(hidden_size): with the 0.006 or
+# 0.02 of the real models so narrow a model learns very slowly.
 DEEPSEEK_V3 = TinyModel(_HERE / "tiny_model", tokenizer.DEEPSEEK, is_fp8=True)
 QWEN3 = TinyModel(_HERE / "tiny_qwen3", tokenizer.CHATML, is_fp8=False)
+QWEN3_MOE = TinyModel(_HERE / "tiny_qwen3_moe", tokenizer.CHATML, is_fp8=False)

@@ -9,15 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from hf_formats.config import parse_hf_config
+from hf_formats.config import load_hf_config
 from recipes.common.recipe import ROOT, load_recipe
-from tests.mindspeed_llm.test_weight_plan import DEEPSEEK_V3
-from tests.mindspeed_llm.tiny import tiny_hf_config
-from tests.recipes.test_math_lighteval import MOONLIGHT
 from tests.tools.doctor_needs import needs_of
 from tools.doctor import ascend, host, links
 from tools.doctor.__main__ import examine
 from tools.doctor.finding import GIB, Finding, Options, Stack, load_table, needs_of_config
+from tools.plan.setup import MODEL_OF_CONFIG, MODELS
 from verl.trainer.config import load_config
 from vllm_ascend import versions
 
@@ -165,13 +163,13 @@ def test_expansion_on_the_vector_cores_of_a_whole_job_is_refused() -> None:
 
 def test_the_table_has_what_the_big_configs_need() -> None:
     """Memory with a quarter on top, disk with all checkpoints at once: the figures of tested.toml, computed again."""
-    hf, moonlight = parse_hf_config(tiny_hf_config(**DEEPSEEK_V3)), parse_hf_config(MOONLIGHT)
     for row in load_table()[1]:
         if row.device == "any":
             continue  # measured
         config = load_config([], config_name=row.config, config_dir=load_recipe(row.recipe).config_dir)
         assert (row.device, row.num_devices) == (config.trainer.device, config.trainer.n_gpus_per_node)
-        needs = needs_of(config, moonlight if row.config.startswith("moonlight") else hf)
+        model = next(model for mark, model in MODEL_OF_CONFIG.items() if mark in row.config)
+        needs = needs_of(config, load_hf_config(str(MODELS / model)))
         assert row.memory_gib * 0.97 < needs.host_bytes * 1.25 / GIB <= row.memory_gib
         num_checkpoints = 2 if config.trainer.save_freq > 0 else int(config.trainer.save_last)
         checkpoints = num_checkpoints * needs.checkpoint_bytes

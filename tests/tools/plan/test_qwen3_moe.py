@@ -12,7 +12,6 @@ from tools.plan.devices import load_device
 from tools.plan.setup import planned_run
 from verl.trainer.config import validate_config
 
-CONFIGS = Path(__file__).parents[3] / "tools" / "plan" / "configs"
 ACTOR = "actor_rollout_ref.actor"
 EIGHT = [
     "trainer.n_gpus_per_node=8",
@@ -34,7 +33,7 @@ RUNS = [
 def test_their_configs_are_runs_of_so_many_devices(
     name: str, device: str, overrides: list[str], num_devices: int, num_parameters: int
 ) -> None:
-    run = planned_run(str(CONFIGS / f"{name}.yaml"), overrides, load_device(device), nodes=None, model=None)
+    run = planned_run(name, overrides, load_device(device), nodes=None, model=None)
     assert run.config.trainer.world_size == num_devices and run.hf.model_type == "qwen3_moe"
     assert validate_config(run.config) == []
 
@@ -45,7 +44,7 @@ def test_they_fit_and_their_ranks_calls_match(
     name: str, device: str, overrides: list[str], num_devices: int, num_parameters: int, tmp_path: Path
 ) -> None:
     written = tmp_path / "plan.json"
-    assert main([str(CONFIGS / f"{name}.yaml"), "--device", device, "--output", str(written), *overrides]) == 0
+    assert main([name, "--device", device, "--output", str(written), *overrides]) == 0
     plan = json.loads(written.read_text(encoding="utf-8"))
     assert (plan["num_devices"], plan["num_parameters"], plan["problems"]) == (num_devices, num_parameters, [])
     assert 0 < plan["step"]["total_s"] < 12_000

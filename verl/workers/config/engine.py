@@ -38,7 +38,7 @@ class McoreEngineConfig(Section):
         num_layer_list: layers of every stage, as a list or as text "7,7,8"; absent means an even split.
         context_parallel_size: ranks that split every sequence (CP).
         expert_model_parallel_size: groups of experts (EP), across the data-parallel ranks.
-        expert_tensor_parallel_size: ranks that split every expert (ETP); absent means 1.
+        expert_tensor_parallel_size: ranks that split every expert (ETP); absent means 1, not TP as in Megatron alone.
         moe_tp_extend_ep: make the tensor-parallel ranks expert groups too, so that there are EP x TP of them.
         sequence_parallel: split activations between layers over the tensor-parallel ranks; required with TP.
         param_offload: move weights to host memory while something else needs the device.
