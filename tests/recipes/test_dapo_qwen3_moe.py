@@ -172,15 +172,16 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def test_nothing_else_differs_from_what_upstreams_command_resolves_to() -> None:
-    """Also of the keys that the script leaves out: those of the page, and the experts' split, of which it speaks."""
+    """Also of the keys that the script leaves out: those of the page's table and two more of which it speaks."""
     args = read_command_line(script_arguments(SCRIPT))
     theirs = flat(asdict(resolve_config(compose_config(args.overrides, config_name=args.config_name))[0]))
     ours = flat(asdict(config_of(SMALL)))
     differing = {key for key in {*theirs, *ours} if theirs.get(key) != ours.get(key)}
     named = {row.name for row in table_of_the_page() if row.note}
-    split = {f"actor_rollout_ref.{part}.megatron.expert_tensor_parallel_size" for part in ("actor", "ref")}
-    assert differing - named == split | {"trainer.report_dir"}
-    assert "`expert_tensor_parallel_size`" in PAGE
+    experts = {f"actor_rollout_ref.{part}.megatron.expert_tensor_parallel_size" for part in ("actor", "ref")}
+    experts |= {"actor_rollout_ref.rollout.expert_exchange"}
+    assert differing - named == experts | {"trainer.report_dir"}
+    assert all(f"`{name}`" in PAGE for name in ("expert_tensor_parallel_size", "expert_exchange"))
 
 
 @pytest.mark.parametrize(("name", "layers"), [(SMALL, (24, 24)), (LARGE, (11, *[12] * 6, 11))])
