@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_formats.config import parse_hf_config, read_config_dict
+from hf_formats.families.family import common_keys
 from verl.trainer.config.fixed_keys import WithoutEffect
 
 _SECTION = re.compile(r"actor_rollout_ref\.(?:actor|ref)\.megatron\.override_transformer_config\.(\w+)")
@@ -99,8 +100,8 @@ def config_json(model_path: str) -> dict[str, Any] | None:
     with suppress(ValueError):  # preflight reports this too
         hf = parse_hf_config(raw)
         if hf.n_routed_experts:
-            return {name: getattr(hf, name) for name in _OF_EXPERTS} | raw
-    return raw
+            return {name: getattr(hf, name) for name in _OF_EXPERTS} | common_keys(raw)
+    return common_keys(raw)
 
 
 def _differences(given: list[ModelKey], raw: Mapping[str, Any], file: Path) -> Iterator[str]:
