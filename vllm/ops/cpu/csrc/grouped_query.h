@@ -117,19 +117,26 @@ static void multiply_rows(const float* a, Vector vector_of, long pieces, long st
       if (ahead)
 #pragma GCC unroll 8
         for (int c = 0; c < COLUMNS; ++c) __builtin_prefetch(ahead[c] + (p * steps + i) * LANES, 0, 2);
+      vf words[COLUMNS];
 #pragma GCC unroll 8
-      for (int c = 0; c < COLUMNS; ++c) {
-        const vf words = load(b[c] + i * b_stride);
-        vf even, odd;
-        if constexpr (is_split<M>) split((vu)words, even, odd);
+      for (int c = 0; c < COLUMNS; ++c) words[c] = load(b[c] + i * b_stride);
+      if constexpr (is_split<M>) {
+#pragma GCC unroll 8
+        for (int c = 0; c < COLUMNS; ++c) {
+          vf even, odd;
+          split((vu)words[c], even, odd);
 #pragma GCC unroll 16
-        for (int r = 0; r < ROWS; ++r) {
-          if constexpr (is_split<M>) {
+          for (int r = 0; r < ROWS; ++r) {
             sums[r][c] += splat(a[r * A_STRIDE]) * even;
             sums[r][c] += splat(a[r * A_STRIDE + 1]) * odd;
-          } else {
-            sums[r][c] = multiply_add<M>(sums[r][c], splat(a[r * A_STRIDE]), words);
           }
+        }
+      } else {
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; ++r) {  // outside, so that one register holds the rows' words one after the other
+          const vf row = splat(a[r * A_STRIDE]);
+#pragma GCC unroll 8
+          for (int c = 0; c < COLUMNS; ++c) sums[r][c] = multiply_add<M>(sums[r][c], row, words[c]);
         }
       }
     }
