@@ -15,6 +15,9 @@ constexpr long CHUNK = 112;  // rows packed at a time, whole tiles
 // steps along k at a time, so that whole pages come in order. With many rows one panel after the other is packed.
 constexpr long PANELS = 8;
 constexpr long DEPTH = 32;
+constexpr long FIRST_BYTES = 8 << 10;  // of a weight, prefetched before rows are packed
+// Words: a panel of at most so many is prefetched whole during the one before, of larger ones what is AHEAD.
+constexpr long MOST_AHEAD = 4 << 10, AHEAD = 2 << 10;
 constexpr long SMALL_PRODUCT = 1 << 18;  // multiplications; below this one thread is faster than two that synchronise
 #if defined(__AVX512F__)
 constexpr long REGISTER_ROWS = TILE;  // 28 sums, 2 weights, 1 x: all registers
@@ -151,7 +154,8 @@ struct Weight {  // w(k, n) = data[k * k_stride + n * n_stride], one of the stri
   // The address of its columns, if these are contiguous.
   MemoryRange columns(long first, long count, long k) const {
     if (compressed) return {compressed + first / COMPRESSED_ROWS * compressed_bytes(k), count / COMPRESSED_ROWS * compressed_bytes(k)};
-    if (panels || k_stride != 1 || n_stride != k) return {};
+    if (panels) return {panels + first * words<Dot>(k), count * words<Dot>(k) * (long)sizeof(float)};
+    if (k_stride != 1 || n_stride != k) return {};
     return {data + first * n_stride, count * k * (long)sizeof(T)};
   }
 };
@@ -305,8 +309,10 @@ class PackedRows {
   static constexpr long SUMS = CHUNK_ROWS * PANEL * PANELS;  // largest number that `multiply` computes
   long rows_apart() const { return rows_; }  // rows of one panel of the sums
 
+  // Packs rows of x; what is multiplied first begins at `next`.
   template <class X = M, class Row>
-  void pack(Row row, long rows, long k, MemoryRange) {
+  void pack(Row row, long rows, long k, MemoryRange next) {
+    for (long i = 0; i < std::min(next.bytes, FIRST_BYTES); i += 64) __builtin_prefetch((const char*)next.begin + i, 0, 2);
     rows_ = rows, k_ = k;
     tiles_ = (rows + TILE - 1) / TILE;
     base_ = tiles_ ? rows / tiles_ : 0, longer_ = tiles_ ? rows % tiles_ : 0;
@@ -321,12 +327,13 @@ class PackedRows {
   long panels_at_once(const Weight<typename M::T>& w) const { return w.n_stride == 1 && tiles_ <= 2 ? PANELS : 1; }
 
   // out[panel][rows][32] = x times columns [first, first + columns) of w
-  void multiply(const Weight<typename M::T>& w, long first, long columns, float* out, MemoryRange) {
+  void multiply(const Weight<typename M::T>& w, long first, long columns, float* out, MemoryRange next) {
     if (M::is_dot && w.panels) {
-      constexpr long AHEAD = 64;  // steps; what follows a panel is the next one
+      const long size = words<M>(k_) * PANEL, ahead = size <= MOST_AHEAD ? size : AHEAD;
       for (long p = 0; p * PANEL < columns; ++p) {
-        const float* packed = w.panels + (first / PANEL + p) * words<M>(k_) * PANEL;
-        run<true>(packed, (const typename M::T*)(packed + AHEAD * PANEL), PANEL, 0, k_, out + p * rows_ * PANEL);
+        const float *packed = w.panels + (first / PANEL + p) * size, *then = packed + ahead;
+        if (ahead == size && (p + 1) * PANEL >= columns && next.bytes) then = (const float*)next.begin;
+        run<true>(packed, (const typename M::T*)then, PANEL, 0, k_, out + p * rows_ * PANEL);
       }
       return;
     }
