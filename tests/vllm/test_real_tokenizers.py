@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -45,6 +46,21 @@ def test_growing_text_is_the_text_of_all_tokens(kind: str, tags: str, tmp_path: 
             assert "".join([*pieces, detokenizer.append([], is_finished=True)]) == at_once
             if not skips:
                 assert at_once == text + KINDS[kind].ends[0], "no space is lost or added"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_growing_text_of_any_tokens(kind: str, tmp_path: Path) -> None:
+    """Also of no text: only bytes in a row that are no characters have another text where a token is a byte."""
+    num_tokens = KINDS[kind].write(tmp_path, (OPEN, CLOSE))
+    tokenizer, rng = get_tokenizer(str(tmp_path)), random.Random(0)
+    names = tokenizer.convert_ids_to_tokens(range(num_tokens))
+    drawn = [token for token in range(num_tokens) if not names[token].startswith("<0x")]
+    for skips in (True, False):
+        for _ in range(40):
+            ids = rng.choices(drawn, k=30)
+            detokenizer = IncrementalDetokenizer(partial(tokenizer.decode, skip_special_tokens=skips))
+            pieces = [detokenizer.append([token], is_finished=place == 30) for place, token in enumerate(ids, start=1)]
+            assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=skips)
 
 
 @pytest.mark.parametrize("kind", KINDS)
