@@ -11,6 +11,7 @@ from typing import Any
 from recipes.common.arithmetic import make_set
 from recipes.common.base_model import make_base_model
 from recipes.common.corpus import CorpusStyle
+from recipes.common.recipe import load_recipe
 from recipes.math_lighteval import arithmetic as math_lighteval_arithmetic
 from recipes.math_lighteval import recipe as math_lighteval
 from recipes.math_lighteval.math_lighteval import convert as convert_problems
@@ -44,7 +45,7 @@ class Prepared:
     """What jobs start from, made by the functions behind the launcher's own stages.
 
     Attributes:
-        folder: has ``data/train.parquet`` and ``model``, the base model in its published form (FP8).
+        folder: has ``data/train.parquet`` and ``model``, the base model in its published form.
         inputs: the recipe's variables that name what it reads.
         arguments: of every run, beside ``SMALL``.
     """
@@ -66,7 +67,8 @@ class Prepared:
     def make_model(self, corpus: CorpusStyle) -> Prepared:
         """Writes the base model, with very few warm-up steps, and returns self."""
         train = self.folder / "data" / "train.parquet"
-        make_base_model(corpus, train, self.model_path, seed=42, num_steps=12, batch_size=32, num_processes=1)
+        steps, tiny = {"num_steps": 12, "batch_size": 32, "num_processes": 1}, load_recipe(self.recipe).tiny_model
+        make_base_model(corpus, train, self.model_path, seed=42, **steps, tiny=tiny)
         return self
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
 from recipes.common.math_answers import true_answer
 from recipes.common.recipe import load_recipe
+from recipes.dapo_qwen3_moe.arithmetic import published_row
+from recipes.dapo_qwen3_moe.dapo_math import FORM
 from recipes.math_lighteval.math_lighteval import convert as convert_problems
 from recipes.r1_dynamic_sampling import arithmetic as dynamic_sampling
 from recipes.r1_dynamic_sampling.prompt_data import convert as convert_prompts
@@ -43,7 +46,7 @@ def read_set(name: str) -> list[dict[str, str]]:
     return [row for row in rows if row["answer"] and row["answer"].strip()]
 
 
-def write_lines(path: Path, rows: list[dict[str, str]]) -> Path:
+def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
@@ -88,10 +91,24 @@ def for_r1_dynamic_sampling(folder: Path, rows: list[dict[str, str]]) -> Prepare
     return Prepared(folder, {"PROMPT_DATA": path}, "r1_dynamic_sampling", (*SMALL, *more))
 
 
+def for_dapo_qwen3_moe(folder: Path, rows: list[dict[str, str]]) -> Prepared:
+    """DAPO's columns and prompt, with some of the problems on the other side."""
+    published = [published_row(row["problem"], row["answer"]) for row in rows]
+    write_lines(folder / "problems" / "train.jsonl", published[HELD_OUT:])
+    write_lines(folder / "problems" / "test.jsonl", published[:HELD_OUT])
+    counts = FORM.convert(folder / "problems", folder / "data")
+    assert counts == {"train": len(rows) - HELD_OUT, "test": HELD_OUT}
+    (folder / "filters.py").write_text(KEEP)
+    groups = "algorithm.filter_groups"
+    more = ("data.gen_batch_size=8", f"{groups}.metric=null", f"{groups}.filter_path={folder / 'filters.py'}:any_group")
+    return Prepared(folder, {"INPUT_DIR": folder / "problems"}, "dapo_qwen3_moe", (*SMALL, *more))
+
+
 PREPARE: dict[str, Callable[[Path, list[dict[str, str]]], Prepared]] = {
     "r1_zero": for_r1_zero,
     "math_lighteval": for_math_lighteval,
     "r1_dynamic_sampling": for_r1_dynamic_sampling,
+    "dapo_qwen3_moe": for_dapo_qwen3_moe,
 }
 
 
