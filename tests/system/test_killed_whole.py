@@ -30,7 +30,7 @@ def live_and_die(job: Job, name: str, num_steps: int, life_s: float) -> None:
     print(f"{name}: killed {life_s:.2f} s after step {goal}, newest checkpoint {job.newest_step}")
 
 
-@slow  # test_resume_after_kill.py kills a worker, then the driver, of one of them
+@slow  # test_resume_after_kill.py kills the driver of one of them
 @pytest.mark.parametrize("recipe", PREPARE)
 def test_some_steps_a_kill_and_the_rest_are_the_whole_run(
     recipe: str, request: pytest.FixtureRequest, tmp_path: Path

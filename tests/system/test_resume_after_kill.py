@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -106,10 +107,43 @@ def kill_named(command: Command, job: Job, wait: Wait, step: int, name: str, exp
     assert expected.format(pid=victim.pid) in message, message
 
 
-WORKER_TOO = pytest.param(True, marks=pytest.mark.slow)  # tests/verl/test_recovery.py kills workers of a driver
+def as_a_kill_in_the_last_save_leaves_it(whole: Job, job: Job) -> None:
+    """Copy of the run ``whole`` what is there when its driver is killed while the last checkpoint is written."""
+    for name in ("reward_ledger", "samples", "checkpoints"):
+        shutil.copytree(whole.output_dir / name, job.output_dir / name)
+    rows = (whole.output_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    (job.output_dir / "metrics.jsonl").write_text("".join(rows[:-1]), encoding="utf-8")
+    checkpoints = job.output_dir / "checkpoints"
+    for path in (checkpoints / f"global_step_{job.steps}").iterdir():
+        if path.name != "data.json":
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    (checkpoints / "latest_checkpointed_iteration.txt").write_text(str(job.steps - 1))
 
 
-@pytest.mark.parametrize("worker_too", [False, WORKER_TOO])
+def at_start(command: Command, job: Job, step: int) -> None:
+    """Do not wait: the driver is there, and is still loading."""
+
+
+def test_a_killed_driver_is_named_and_a_torn_save_is_resumed_to_the_same_result(
+    converted: Prepared, uninterrupted: Job, tmp_path: Path
+) -> None:
+    """The driver is killed as soon as it is there; then the same command goes on after step 3, beside half a save."""
+    job = Job(converted, tmp_path)
+    as_a_kill_in_the_last_save_leaves_it(uninterrupted, job)
+    with job.command("first") as command:
+        kill_driver(command, job, at_start, step=4)
+    with job.command("finish") as command:
+        command.wait_for(command.is_training, "training")
+        assert command.worker(rank=1) is not None and command.open_listeners() == [], "on one node all stay on loopback"
+        assert command.wait() == 0, command.tail()
+        assert command.left_behind() == []
+        assert "resumed after step 3" in command.text()
+    assert_same_result(job, uninterrupted)
+    assert_logs_of_attempts(job, [2])
+
+
+@pytest.mark.slow  # tests/verl/test_recovery.py kills workers of a driver
+@pytest.mark.parametrize("worker_too", [False, True])
 def test_killed_driver_then_the_same_result(
     converted: Prepared, uninterrupted: Job, tmp_path: Path, worker_too: bool
 ) -> None:
@@ -117,16 +151,20 @@ def test_killed_driver_then_the_same_result(
     job = Job(converted, tmp_path)
     with job.command("first") as command:
         in_step(command, job, step=2)
-        assert command.worker(rank=1) is not None and command.open_listeners() == [], "on one node all stay on loopback"
         if worker_too:
             kill_worker_and_expect_it_back(command, job, in_step, step=3)
         kill_driver(command, job, in_save, step=3)
     job.finish()
     assert_same_result(job, uninterrupted)
+    assert_logs_of_attempts(job, [1, 2])
+
+
+def assert_logs_of_attempts(job: Job, that_trained: list[int]) -> None:
+    """Two attempts, of which the newest is ``latest``; those ``that_trained`` have logs of driver and workers."""
     logs = job.output_dir / "logs"
     assert sorted(path.name for path in logs.iterdir()) == ["attempt_1", "attempt_2", "latest"]
     assert (logs / "latest").resolve() == (logs / "attempt_2").resolve()
-    for attempt in (logs / f"attempt_{number}" for number in (1, 2)):
+    for attempt in (logs / f"attempt_{number}" for number in that_trained):
         assert (attempt / "main_ppo.log").is_file()
         for rank in (0, 1):
             assert "megatron_workers INFO: weights from" in (attempt / f"rank_{rank}.log").read_text()
