@@ -45,3 +45,14 @@ def test_experts_count_under_every_familys_names(tmp_path: Path) -> None:
     assert config.actor_rollout_ref.rollout.enable_expert_parallel
     with pytest.raises(ConfigError, match="num_moe_experts is 3, but n_routed_experts"):
         load_config([f"actor_rollout_ref.model.path={tmp_path}", f"+{section}.num_moe_experts=3"])
+
+
+@pytest.mark.parametrize(("family", "has_norms"), [("qwen3", True), ("llama", False), ("qwen2", False)])
+def test_norms_of_queries_and_keys_are_the_familys(family: str, has_norms: bool, tmp_path: Path) -> None:
+    name = next(name for name in CONFIGS if name.startswith(family))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
+    key = "actor_rollout_ref.actor.megatron.override_transformer_config.qk_layernorm"
+    model = f"actor_rollout_ref.model.path={tmp_path}"
+    load_config([model, f"+{key}={has_norms}"])
+    with pytest.raises(ConfigError, match=f"norms of queries and keys of .* is {has_norms}"):
+        load_config([model, f"+{key}={not has_norms}"])

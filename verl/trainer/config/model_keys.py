@@ -23,10 +23,11 @@ _ROPE = re.compile(
     r"(factor|beta_fast|beta_slow|mscale|mscale_all_dim|original_max_position_embeddings|type)"
     r"|(beta_fast|beta_slow|mscale|mscale_all_dim|original_max_position_embeddings)"
 )
+_QK_NORM = "norms of queries and keys"
 # Names of Megatron's TransformerConfig -> config.json's.
 _FIELDS = {
     "multi_head_latent_attention": "latent attention",
-    "qk_layernorm": "norms of queries and keys",
+    "qk_layernorm": _QK_NORM,
     "position_embedding_type": "kind of positions",
     "use_rope_scaling": "rope_scaling",
     "rope_type": "rope_scaling.type",
@@ -50,7 +51,6 @@ _FIELDS = {
     "layernorm_epsilon": "rms_norm_eps",
 }
 _OF_EXPERTS = ("n_routed_experts", "scoring_func", "n_group", "topk_group", "routed_scaling_factor")
-_OF_EVERY_MODEL = {"norms of queries and keys": True, "kind of positions": "rope"}
 _YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0}
 _REASON = "config.json of the model decides, and says the same"
 _UNREAD = "config.json of the model decides, and will be compared where it can be read"
@@ -89,7 +89,7 @@ def compare_model_keys(given: list[ModelKey], model_path: str) -> tuple[list[Wit
 
 
 def config_json(model_path: str) -> dict[str, Any] | None:
-    """The content of ``model_path``/config.json, with what families say of experts under other names or not at all.
+    """The content of ``model_path``/config.json, with what families say under other names or not at all.
 
     None where there is none that can be read, which preflight reports.
     """
@@ -99,8 +99,8 @@ def config_json(model_path: str) -> dict[str, Any] | None:
         return None
     with suppress(ValueError):  # preflight reports this too
         hf = parse_hf_config(raw)
-        if hf.n_routed_experts:
-            return {name: getattr(hf, name) for name in _OF_EXPERTS} | common_keys(raw)
+        names = _OF_EXPERTS if hf.n_routed_experts else ()
+        return {name: getattr(hf, name) for name in names} | common_keys(raw) | {_QK_NORM: hf.is_mla or hf.qk_norm}
     return common_keys(raw)
 
 
@@ -123,8 +123,10 @@ def _field_of(name: str) -> str | None:
 def _value(field: str, raw: Mapping[str, Any]) -> Any:
     """What config.json says in a field, as the value that its key would have."""
     scaling = raw.get("rope_scaling") or {}
-    if field in _OF_EVERY_MODEL:
-        return _OF_EVERY_MODEL[field]
+    if field == "kind of positions":
+        return "rope"
+    if field == _QK_NORM:
+        return raw.get(field, True)  # absent: of a model that preflight refuses
     if field == "latent attention":
         return bool(raw.get("kv_lora_rank"))
     if field == "rope_scaling":
