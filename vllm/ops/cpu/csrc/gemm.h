@@ -300,7 +300,41 @@ static void run_kernel(long rows, const float* x, const float* packed, const typ
   kernel<M, ROWS, IS_PACKED>(x, packed, row, stride, k, goes_on, out);
 }
 
-// Rows of x that one thread packs once and multiplies with many panels.
+// The same for a few rows where they lie, as pairs of bfloat16, and a packed panel; `next` is prefetched.
+template <int ROWS>
+static void few_rows_kernel(const float* const* x, const float* packed, const float* next, long steps, float* out) {
+  vf sums[ROWS][2] = {};
+  const float* rows[ROWS];
+  for (int r = 0; r < ROWS; ++r) rows[r] = x[r];
+  for (long i = 0; i < steps; ++i, packed += PANEL, next += PANEL) {
+    const vf low = load(packed), high = load(packed + LANES);
+    __builtin_prefetch(next, 0, 2);
+    __builtin_prefetch(next + LANES, 0, 2);
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r) {
+      const vf a = splat(rows[r][i]);
+      sums[r][0] = multiply_add<Dot>(sums[r][0], a, low);
+      sums[r][1] = multiply_add<Dot>(sums[r][1], a, high);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; ++r) {
+    store(out + r * PANEL, sums[r][0]);
+    store(out + r * PANEL + LANES, sums[r][1]);
+  }
+}
+
+constexpr long FEW_ROWS = 8;
+template <int ROWS = FEW_ROWS>
+static void run_few_rows(long rows, const float* const* x, const float* packed, const float* next, long steps, float* out) {
+  if constexpr (ROWS > 1) {
+    if (rows < ROWS) return run_few_rows<ROWS - 1>(rows, x, packed, next, steps, out);
+  }
+  few_rows_kernel<ROWS>(x, packed, next, steps, out);
+}
+
+// Rows of x that one thread packs once and multiplies with many panels. A few rows of pairs stay where they lie until
+// something else than panels of pairs is multiplied.
 template <class M>
 class PackedRows {
  public:
@@ -316,11 +350,9 @@ class PackedRows {
     rows_ = rows, k_ = k;
     tiles_ = (rows + TILE - 1) / TILE;
     base_ = tiles_ ? rows / tiles_ : 0, longer_ = tiles_ ? rows % tiles_ : 0;
-    data_ = buffer_.template get<float>(tiles_ * words<M>(k) * LANES);
-    for (long t = 0; t < tiles_; ++t) {
-      long first = first_of(t);
-      pack_rows<X>([&](long i) { return row(first + i); }, first_of(t + 1) - first, k, tile(t), LANES);
-    }
+    stay_ = X::is_dot && rows > 0 && rows <= FEW_ROWS && k % 2 == 0;
+    if (!stay_) return pack_tiles<X>(row);
+    for (long i = 0; i < rows; ++i) rows_at_[i] = (const float*)row(i);
   }
 
   // The best number of panels for one `multiply`.
@@ -333,10 +365,15 @@ class PackedRows {
       for (long p = 0; p * PANEL < columns; ++p) {
         const float *packed = w.panels + (first / PANEL + p) * size, *then = packed + ahead;
         if (ahead == size && (p + 1) * PANEL >= columns && next.bytes) then = (const float*)next.begin;
-        run<true>(packed, (const typename M::T*)then, PANEL, 0, k_, out + p * rows_ * PANEL);
+        if (stay_)
+          run_few_rows(rows_, rows_at_, packed, then, words<M>(k_), out + p * rows_ * PANEL);
+        else
+          run<true>(packed, (const typename M::T*)then, PANEL, 0, k_, out + p * rows_ * PANEL);
       }
       return;
     }
+    if (stay_) pack_tiles<M>([&](long i) { return (const typename M::T*)rows_at_[i]; });
+    stay_ = false;
     const long panels = (columns + PANEL - 1) / PANEL, direct = panels_at_once(w) > 1 ? columns / PANEL : 0;
     for (long start = 0; direct && start < k_; start += DEPTH)
       for (long p = 0; p < direct; ++p)
@@ -352,6 +389,15 @@ class PackedRows {
   }
 
  private:
+  template <class X, class Row>
+  void pack_tiles(Row row) {
+    data_ = buffer_.template get<float>(tiles_ * words<M>(k_) * LANES);
+    for (long t = 0; t < tiles_; ++t) {
+      long first = first_of(t);
+      pack_rows<X>([&](long i) { return row(first + i); }, first_of(t + 1) - first, k_, tile(t), LANES);
+    }
+  }
+
   // Multiplies all rows with one panel, from `start` along k.
   template <bool IS_PACKED>
   void run(const float* packed, const typename M::T* row, long stride, long start, long k, float* out) {
@@ -367,5 +413,7 @@ class PackedRows {
   float* tile(long t) { return data_ + t * words<M>(k_) * LANES; }
   Buffer buffer_, panel_;
   float* data_ = nullptr;
+  const float* rows_at_[FEW_ROWS];
+  bool stay_ = false;
   long rows_ = 0, k_ = 0, tiles_ = 0, base_ = 0, longer_ = 0;
 };
