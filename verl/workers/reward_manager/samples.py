@@ -36,22 +36,21 @@ def grading_samples(data: DataProto, tokenizer: Any, reward_fn_key: str) -> list
     """Every row of ``data`` (``AbstractRewardManager.__call__``) without padding and special tokens."""
     prompts, responses, mask = (data.batch[key] for key in ("prompts", "responses", "attention_mask"))
     width, columns = prompts.shape[-1], data.non_tensor_batch
-    samples = []
-    for row in range(len(data)):
-        num_prompt, length = int(mask[row, :width].sum()), int(mask[row, width:].sum())
-        tokens = [prompts[row, width - num_prompt :].tolist(), responses[row, :length].tolist()]
-        prompt, response = texts_to_grade(tokenizer, tokens)
-        samples.append(
-            GradingSample(
-                prompt,
-                response,
-                columns["reward_model"][row]["ground_truth"],
-                columns[reward_fn_key][row],
-                dict(columns["extra_info"][row] or {}) if "extra_info" in columns else {},
-                length,
-            )
+    lengths = [int(one.sum()) for one in mask[:, width:]]
+    asked = [row[width - int(one.sum()) :].tolist() for row, one in zip(prompts, mask[:, :width], strict=True)]
+    answered = [row[:length].tolist() for row, length in zip(responses, lengths, strict=True)]
+    texts = texts_to_grade(tokenizer, asked + answered)
+    return [
+        GradingSample(
+            texts[row],
+            texts[len(data) + row],
+            columns["reward_model"][row]["ground_truth"],
+            columns[reward_fn_key][row],
+            dict(columns["extra_info"][row] or {}) if "extra_info" in columns else {},
+            length,
         )
-    return samples
+        for row, length in enumerate(lengths)
+    ]
 
 
 def grade(compute_score: RawRewardFn, sample: GradingSample) -> Any:
