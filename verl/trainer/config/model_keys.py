@@ -97,11 +97,12 @@ def config_json(model_path: str) -> dict[str, Any] | None:
         raw = read_config_dict(Path(model_path).expanduser() / "config.json")
     except ValueError:
         return None
+    found = common_keys(raw)
     with suppress(ValueError):  # preflight reports this too
         hf = parse_hf_config(raw)
         names = _OF_EXPERTS if hf.n_routed_experts else ()
-        return {name: getattr(hf, name) for name in names} | common_keys(raw) | {_QK_NORM: hf.is_mla or hf.qk_norm}
-    return common_keys(raw)
+        found = {name: getattr(hf, name) for name in names} | found | {_QK_NORM: hf.is_mla or hf.qk_norm}
+    return found
 
 
 def _differences(given: list[ModelKey], raw: Mapping[str, Any], file: Path) -> Iterator[str]:
