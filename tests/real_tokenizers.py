@@ -21,6 +21,8 @@ TEXTS = (
 )
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 OPEN, CLOSE = "<think>", "</think>"
+# How a tokenizer may hold them: its whole tokens, and whether these are special.
+TAGS = {"several tokens": ((), False), "one token": ((OPEN, CLOSE), False), "special": ((OPEN, CLOSE), True)}
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import json
 import random
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,13 @@ def solution_of_row(row: dict[str, Any], instruction: str) -> str:
 def write_json_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """One row a line, atomically."""
     write_text_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_sides(output_dir: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """The first rows as ``test.jsonl``, the others as ``train.jsonl``."""
+    count = len(rows) // HELD_OUT
+    write_json_lines(output_dir / "test.jsonl", rows[:count])
+    write_json_lines(output_dir / "train.jsonl", rows[count:])
 
 
 def write_json(output: Path, num_problems: int, seed: int) -> list[str] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from recipes.common.arithmetic import HELD_OUT, generate, make_set, write_json_lines
+from recipes.common.arithmetic import generate, make_set, write_sides
 
 BEFORE = (
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
@@ -24,9 +24,7 @@ def published_row(problem: str, answer: str) -> dict[str, Any]:
 def write_set(output_dir: Path, num_problems: int, seed: int) -> list[str]:
     """``train.jsonl`` and ``test.jsonl``; the same files for the same seed."""
     rows = [published_row(item["problem"], item["answer"]) for item in make_set(num_problems, seed)]
-    count = len(rows) // HELD_OUT
-    write_json_lines(output_dir / "test.jsonl", rows[:count])
-    write_json_lines(output_dir / "train.jsonl", rows[count:])
+    write_sides(output_dir, rows)
     return [f"wrote {num_problems} arithmetic problems to {output_dir}"]
 
 

@@ -6,7 +6,7 @@ import itertools
 import random
 from pathlib import Path
 
-from recipes.common.arithmetic import HELD_OUT, generate, write_json_lines
+from recipes.common.arithmetic import HELD_OUT, generate, write_sides
 
 NAMES = ("Ann", "Ben", "Mia", "Tom")
 THINGS = ("apples", "books", "coins", "eggs", "pens")
@@ -33,9 +33,7 @@ def write_set(output_dir: Path, num_problems: int, seed: int) -> list[str]:
         second = other if first == one else one
         result = first + second if sign == "+" else first - second
         rows.append({"question": question, "answer": f"{first} {sign} {second} = {result}\n#### {result}"})
-    count = len(rows) // HELD_OUT
-    write_json_lines(output_dir / "test.jsonl", rows[:count])
-    write_json_lines(output_dir / "train.jsonl", rows[count:])
+    write_sides(output_dir, rows)
     return [f"wrote {num_problems} word problems to {output_dir}"]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from recipes.common.arithmetic import HELD_OUT, generate, make_set, write_json_lines
+from recipes.common.arithmetic import generate, make_set, write_sides
 
 
 def write_set(output_dir: Path, num_problems: int, seed: int) -> list[str]:
@@ -18,9 +18,7 @@ def write_set(output_dir: Path, num_problems: int, seed: int) -> list[str]:
         }
         for item in make_set(num_problems, seed)
     ]
-    count = len(rows) // HELD_OUT
-    write_json_lines(output_dir / "test.jsonl", rows[:count])
-    write_json_lines(output_dir / "train.jsonl", rows[count:])
+    write_sides(output_dir, rows)
     return [f"wrote {num_problems} arithmetic problems to {output_dir}"]
 
 

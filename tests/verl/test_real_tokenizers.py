@@ -15,7 +15,7 @@ from recipes.gsm8k.reward import compute_score as gsm8k_score
 from recipes.r1_dynamic_sampling.reward import compute_score as dynamic_sampling_score
 from recipes.r1_zero.deepscaler import compute_score as r1_zero_score
 from tests.mindspeed_llm.tiny import write_tiny_checkpoint
-from tests.real_tokenizers import CLOSE, KINDS, OPEN
+from tests.real_tokenizers import CLOSE, KINDS, OPEN, TAGS
 from tests.tiny_models import CONFIGS
 from verl.protocol import DataProto
 from verl.trainer.config.data import DataConfig
@@ -24,7 +24,6 @@ from verl.utils.tokenizer import hf_tokenizer, texts_to_grade
 from verl.workers.reward_manager.samples import grading_samples
 
 QUESTION = "x = 2?"
-TAGS = {"several tokens": ((), False), "one token": ((OPEN, CLOSE), False), "special": ((OPEN, CLOSE), True)}
 ANSWERS = {
     gsm8k_score: "<think>3 + 4, so 7</think>\n#### 7",
     r1_zero_score: "<think>3 + 4</think><answer>\\boxed{7}</answer>",

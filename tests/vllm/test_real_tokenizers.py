@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.real_tokenizers import CLOSE, KINDS, OPEN
+from tests.real_tokenizers import CLOSE, KINDS, OPEN, TAGS
 from tests.vllm.parrot import write_successors
 from tests.vllm.tiny import write_checkpoint
 from vllm import LLM, SamplingParams
@@ -27,13 +27,12 @@ TEXTS = (
     "x <think>a b</think> c",
     "中",
 )
-ONE_TOKEN = {"several tokens": ((), False), "one token": ((OPEN, CLOSE), False), "special": ((OPEN, CLOSE), True)}
 
 
-@pytest.mark.parametrize("tags", ONE_TOKEN)
+@pytest.mark.parametrize("tags", TAGS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_growing_text_is_the_text_of_all_tokens(kind: str, tags: str, tmp_path: Path) -> None:
-    whole_tokens, are_special = ONE_TOKEN[tags]
+    whole_tokens, are_special = TAGS[tags]
     KINDS[kind].write(tmp_path, whole_tokens, are_special=are_special)
     tokenizer = get_tokenizer(str(tmp_path))
     for skips in (True, False):
