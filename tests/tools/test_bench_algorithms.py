@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.bench.algorithms import ALGORITHMS, BASELINE, main
+from tools.bench.algorithms import BASELINE, main
 
 STEPS = 20
 
@@ -48,7 +48,8 @@ def test_what_cannot_be_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
     assert "--steps must be a multiple of --every" in capsys.readouterr().err
 
 
-@pytest.mark.slow  # about two minutes for each algorithm and seed
-@pytest.mark.timeout(3 * 3600)
-def test_every_algorithm_reaches_the_score_of_grpo_on_arithmetic(tmp_path: Path) -> None:
-    assert main(["--output", str(tmp_path), "--steps", str(STEPS), "--seeds", "2", *ALGORITHMS]) == 0
+@pytest.mark.slow  # about two minutes for each; the command itself takes all of them, in an hour and a half
+@pytest.mark.timeout(3600)
+def test_algorithms_of_each_kind_reach_the_score_of_grpo_on_arithmetic(tmp_path: Path) -> None:
+    filtered, other_estimator, corrected = "dapo", "rloo", "tis"
+    assert main(["--output", str(tmp_path), "--steps", str(STEPS), filtered, other_estimator, corrected]) == 0
