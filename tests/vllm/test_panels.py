@@ -18,7 +18,7 @@ from vllm.ops.cpu.calls import Bfloat16Products
 from vllm.ops.cpu.panels import PanelWeight, is_worth_panels
 from vllm.ops.cpu.table import cpu_table
 
-OPS = cpu_table(Bfloat16Products.DOT)
+TABLES = {products.name: cpu_table(products) for products in (Bfloat16Products.DOT, Bfloat16Products.WIDENED)}
 LARGE = {"vocab_size": 640, "hidden_size": 512, "intermediate_size": 512, "moe_intermediate_size": 160, "head_dim": 64}
 
 
@@ -50,45 +50,56 @@ def test_what_panels_are_for() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 5, 14, 33, 130, 300])
-def test_products_are_those_of_the_values(rows: int) -> None:
+@pytest.mark.parametrize("products", TABLES)
+def test_products_are_those_of_the_values(products: str, rows: int) -> None:
+    ops = TABLES[products]
     weight = normal(1, 224, 70)
     x = normal(rows, 80)[:, 5:75]
-    assert torch.equal(OPS.linear(x, panels_of(weight, [64, 32, 128])), OPS.linear(x, weight[0]))
+    assert torch.equal(ops.linear(x, panels_of(weight, [64, 32, 128])), ops.linear(x, weight[0]))
     w13, w2 = normal(4, 192, 64), normal(4, 64, 96)
     ids = torch.stack([torch.randperm(6, generator=torch.Generator().manual_seed(i))[:3] for i in range(rows)])
     weights, x = torch.rand(rows, 3), normal(rows, 64)
-    found = OPS.fused_experts(x, panels_of(w13, [96, 96]), panels_of(w2, [64]), weights, ids, 1)
-    assert torch.equal(found, OPS.fused_experts(x, w13, w2, weights, ids, 1))
+    found = ops.fused_experts(x, panels_of(w13, [96, 96]), panels_of(w2, [64]), weights, ids, 1)
+    assert torch.equal(found, ops.fused_experts(x, w13, w2, weights, ids, 1))
 
 
 def test_rows_are_looked_up() -> None:
     values = normal(1, 224, 70)
     ids = torch.tensor([0, 31, 32, 223, 100, 31])
-    assert torch.equal(OPS.embedding(ids, panels_of(values, [224])), values[0, ids])
+    assert torch.equal(TABLES["DOT"].embedding(ids, panels_of(values, [224])), values[0, ids])
 
 
-def plain_pairs() -> RolloutOps:
-    return replace(OPS, new_weight=partial(OPS.new_weight, may_pack=False))
+def packed_dot() -> RolloutOps:
+    return TABLES["DOT"]
 
 
-def packed_pairs() -> RolloutOps:
-    return OPS
+def packed_widened() -> RolloutOps:
+    return TABLES["WIDENED"]
+
+
+def plain_dot() -> RolloutOps:
+    return replace(packed_dot(), new_weight=partial(packed_dot().new_weight, may_pack=False))
+
+
+def plain_widened() -> RolloutOps:
+    return replace(packed_widened(), new_weight=partial(packed_widened().new_weight, may_pack=False))
 
 
 @pytest.mark.parametrize("name", ["qwen3 tied", "qwen3-moe"])
-def test_an_engine_answers_as_with_plain_weights(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("products", ["dot", "widened"])
+def test_an_engine_answers_as_with_plain_weights(name: str, products: str, tmp_path: Path) -> None:
     """Loaded, digested, asleep and awake again, in captured steps."""
     path = str(write_model(tmp_path, CONFIGS[name] | LARGE, seed=3, dtype=torch.bfloat16)[0])
     prompts: list[Any] = [{"prompt_token_ids": [2 + i, 5, 7 * i + 1]} for i in range(5)]
     params = SamplingParams(max_tokens=6, ignore_eos=True, seed=1)
     found = []
-    for ops in ("plain_pairs", "packed_pairs"):
+    for form in ("plain", "packed"):
         arguments = {"skip_tokenizer_init": True, "max_model_len": 32, "dtype": "bfloat16", "enforce_eager": False}
-        llm = LLM(path, rollout_ops=f"{__name__}:{ops}", num_gpu_blocks_override=64, **arguments)
+        llm = LLM(path, rollout_ops=f"{__name__}:{form}_{products}", num_gpu_blocks_override=64, **arguments)
         model = llm.core.worker.model
         for layer in (model.layers[0].self_attn, model.embed_tokens, model.lm_head):
             packed = any(isinstance(module, PanelWeight) for module in layer.modules())
-            assert packed == (ops == "packed_pairs")
+            assert packed == (form == "packed")
         one = [[(o.outputs[0].token_ids, o.outputs[0].sampled_logprobs) for o in llm.generate(prompts, params)]]
         one.append(llm.weights_digest())
         llm.sleep(1)

@@ -51,7 +51,7 @@ class KernelCalls:
 
     def takes_panels(self, dtype: torch.dtype) -> bool:
         """Whether large weights of this dtype may be panels of pairs (panels.py)."""
-        return self._modes[torch.bfloat16] == Bfloat16Products.DOT and dtype is torch.bfloat16
+        return not self.uses_tiles and dtype is torch.bfloat16
 
     def mode(self, first: Tensor, *others: Tensor) -> int:
         """The kernels' mode for tensors of one dtype."""

@@ -3,7 +3,8 @@
 // Every output is one sum over k in order, whatever the number of rows or threads: a row's result is the same in any
 // batch. Operands are packed as 32-bit words: a float, or with bfloat16 instructions a pair of neighbours along k.
 // Bfloat16 weights that are widened are loaded two columns to a word: a shift gives the even columns of 32, a mask the odd
-// ones, in two registers; sums keep this order until a row is finished (`in_order`, `store_columns`).
+// ones, in two registers; sums keep this order until a row is finished (`in_order`, `store_columns`). Panels hold pairs along k
+// whatever multiplies them.
 #pragma once
 #include "compressed.h"
 #include "threads.h"
@@ -24,6 +25,7 @@ constexpr long REGISTER_ROWS = TILE;  // 28 sums, 2 weights, 1 x: all registers
 #else
 constexpr long REGISTER_ROWS = 2;
 #endif
+constexpr int NATIVES = PANEL / NATIVE_LANES;  // registers of 32 columns
 
 struct Float32 {  // float32 tensors
   typedef float T;
@@ -62,22 +64,20 @@ static inline void interleave(vhh even, vhh odd, vf& low, vf& high) {  // rows k
                                      25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63);
 }
 
-template <class M>
-static inline vf multiply_add(vf sum, vf a, vf b) {
+template <class M, class V>
+static inline V multiply_add(V sum, V a, V b) {
   if constexpr (M::is_dot) {
 #if defined(__AVX512BF16__)
-    return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+    return (V)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
 #else
-    vu x = (vu)a, y = (vu)b;
-    sum += (vf)(x << 16) * (vf)(y << 16);
-    return sum + (vf)(x & 0xffff0000u) * (vf)(y & 0xffff0000u);
+    return sum + even_of(a) * even_of(b) + odd_of(a) * odd_of(b);
 #endif
   } else {
     return sum + a * b;
   }
 }
 
-static inline void split(vu pairs, vf& even, vf& odd) { even = (vf)(pairs << 16), odd = (vf)(pairs & 0xffff0000u); }
+static inline void split(vu pairs, vf& even, vf& odd) { even = even_of((vf)pairs), odd = odd_of((vf)pairs); }
 
 // Transposes the words of 16 rows, which hold their next `kept` elements, to out[word][row].
 template <class M>
@@ -181,6 +181,13 @@ static inline void in_order(vf& low, vf& high) {
   }
 }
 
+// Changes the order of the columns to that of the sums.
+static inline void out_of_order(vf& low, vf& high) {
+  const vf first = low, second = high;
+  low = LANES_OF(first, second, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  high = LANES_OF(first, second, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+}
+
 // Packs columns [first, first + columns) to out[word][32] in the order of the sums, padded with zeros.
 template <class M>
 static void pack_panel(const Weight<typename M::T>& w, long first, long columns, long k, float* out) {
@@ -248,89 +255,130 @@ static inline void store_columns(typename M::T* to, const float* sums, long colu
   std::memcpy(to, panel, std::min(columns, PANEL) * sizeof(panel[0]));
 }
 
-// out[ROWS][32] = x tile (words [k][16]) times 32 columns of a weight, added to `out` where the product continues. Either
-// the columns are packed words, and `row` is what will be packed next and is prefetched, or they are read from `row`.
-template <class M, int ROWS, bool IS_PACKED>
-static void kernel(const float* x, const float* packed, const typename M::T* row, long stride, long k, bool goes_on,
-                   float* out) {
-  vf sums[ROWS][2] = {};
-  if (goes_on) {
-#pragma GCC unroll 16
-    for (int r = 0; r < ROWS; ++r) sums[r][0] = load(out + r * PANEL), sums[r][1] = load(out + r * PANEL + LANES);
-  }
-  const long steps = words<M>(k);
-  for (long i = 0; i < steps; ++i, x += LANES) {
-    vf low, high;
-    if constexpr (IS_PACKED) {
-      low = load(packed), high = load(packed + LANES);
-      packed += PANEL;
-      __builtin_prefetch(row, 0, 2);  // to the second-level cache: the first has too few reads under way
-      if constexpr (M::is_dot) __builtin_prefetch(row + stride, 0, 2);
-      row += (M::is_dot ? 2 : 1) * stride;
-    } else if constexpr (M::is_dot) {
-      __builtin_prefetch(row + DEPTH * stride);
-      __builtin_prefetch(row + (DEPTH + 1) * stride);
-      interleave(load_bits<vhh>(row), 2 * i + 1 < k ? load_bits<vhh>(row + stride) : vhh{}, low, high);
-      row += 2 * stride;
-    } else {
-      __builtin_prefetch(row + 16 * stride);
-      load_columns(row, low, high);
-      row += stride;
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < ROWS; ++r) {
-      vf a = splat(x[r]);
-      sums[r][0] = multiply_add<M>(sums[r][0], a, low);
-      sums[r][1] = multiply_add<M>(sums[r][1], a, high);
-    }
-  }
-#pragma GCC unroll 16
-  for (int r = 0; r < ROWS; ++r) {
-    store(out + r * PANEL, sums[r][0]);
-    store(out + r * PANEL + LANES, sums[r][1]);
-  }
-}
-
-template <class M, bool IS_PACKED, int ROWS = REGISTER_ROWS>
-static void run_kernel(long rows, const float* x, const float* packed, const typename M::T* row, long stride, long k,
-                       bool goes_on, float* out) {
-  if constexpr (ROWS > 1) {
-    if (rows < ROWS) return run_kernel<M, IS_PACKED, ROWS - 1>(rows, x, packed, row, stride, k, goes_on, out);
-  }
-  kernel<M, ROWS, IS_PACKED>(x, packed, row, stride, k, goes_on, out);
-}
-
-// The same for a few rows where they lie, as pairs of bfloat16, and a packed panel; `next` is prefetched.
+// Where a kernel finds the words of its rows: side by side in a tile, [word][16], or each row where it lies.
+struct TileWords {
+  const float* x;
+  float at(int row) const { return x[row]; }
+  void advance() { x += LANES; }
+};
 template <int ROWS>
-static void few_rows_kernel(const float* const* x, const float* packed, const float* next, long steps, float* out) {
-  vf sums[ROWS][2] = {};
+struct RowWords {
   const float* rows[ROWS];
-  for (int r = 0; r < ROWS; ++r) rows[r] = x[r];
-  for (long i = 0; i < steps; ++i, packed += PANEL, next += PANEL) {
-    const vf low = load(packed), high = load(packed + LANES);
+  long i = 0;
+  explicit RowWords(const float* const* x) {
+    for (int r = 0; r < ROWS; ++r) rows[r] = x[r];
+  }
+  float at(int row) const { return rows[row][i]; }
+  void advance() { ++i; }
+};
+
+// Where it finds 32 columns of a weight, NATIVES registers of them: `advance` takes the next words of memory, which hold
+// PARTS words of the rows each.
+template <class M>
+struct PackedColumns {  // as `pack_panel` leaves them; `row` is what will be packed next
+  static constexpr int PARTS = 1;
+  const float* packed;
+  const typename M::T* row;
+  long stride;
+  void begin() const {
+    __builtin_prefetch(row, 0, 2);  // to the second-level cache: the first has too few reads under way
+    if constexpr (M::is_dot) __builtin_prefetch(row + stride, 0, 2);
+  }
+  vn at(int, int i) const { return load_bits<vn>(packed + i * NATIVE_LANES); }
+  void advance() { packed += PANEL, row += (M::is_dot ? 2 : 1) * stride; }
+};
+template <class M>
+struct PanelColumns {  // a panel of pairs, whatever the rows' words; `next` is read later
+  static constexpr int PARTS = M::is_dot ? 1 : 2;
+  const float *packed, *next;
+  void begin() const {
     __builtin_prefetch(next, 0, 2);
     __builtin_prefetch(next + LANES, 0, 2);
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; ++r) {
-      const vf a = splat(rows[r][i]);
-      sums[r][0] = multiply_add<Dot>(sums[r][0], a, low);
-      sums[r][1] = multiply_add<Dot>(sums[r][1], a, high);
+  }
+  vn at(int part, int i) const {
+    const vn pairs = load_bits<vn>(packed + i * NATIVE_LANES);
+    return PARTS == 1 ? pairs : part == 0 ? even_of(pairs) : odd_of(pairs);
+  }
+  void advance() { packed += PANEL, next += PANEL; }
+};
+template <class M>
+struct PlainColumns {  // stored by k, `left` steps from `row` on
+  static constexpr int PARTS = 1;
+  const typename M::T* row;
+  long stride, left;
+  vf words[2] = {};
+  void begin() {
+    __builtin_prefetch(row + (M::is_dot ? DEPTH : 16) * stride);
+    if constexpr (M::is_dot) {
+      __builtin_prefetch(row + (DEPTH + 1) * stride);
+      interleave(load_bits<vhh>(row), left > 1 ? load_bits<vhh>(row + stride) : vhh{}, words[0], words[1]);
     }
   }
-#pragma GCC unroll 8
-  for (int r = 0; r < ROWS; ++r) {
-    store(out + r * PANEL, sums[r][0]);
-    store(out + r * PANEL + LANES, sums[r][1]);
+  vn at(int, int i) const {
+    if constexpr (M::is_dot) return load_bits<vn>((const float*)words + i * NATIVE_LANES);
+    if constexpr (!is_split<M>) return load_bits<vn>(row + i * NATIVE_LANES);
+    const vn pairs = load_bits<vn>(row + i % (NATIVES / 2) * 2 * NATIVE_LANES);
+    return i < NATIVES / 2 ? even_of(pairs) : odd_of(pairs);
   }
+  void advance() { row += (M::is_dot ? 2 : 1) * stride, left -= 2; }
+};
+
+// out[ROWS][32] = rows of `steps` words times 32 columns, added to `out` where the product continues.
+template <class M, int ROWS, class Words, class Columns>
+static void kernel(Words x, Columns columns, long steps, bool goes_on, float* out) {
+  vn sums[ROWS][NATIVES] = {};
+  if (goes_on) {
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
+      for (int i = 0; i < NATIVES; ++i) sums[r][i] = load_bits<vn>(out + r * PANEL + i * NATIVE_LANES);
+  }
+  for (long step = 0; step < steps; step += Columns::PARTS, columns.advance()) {
+    columns.begin();
+#pragma GCC unroll 2
+    for (int part = 0; part < Columns::PARTS; ++part, x.advance()) {
+      vn w[NATIVES];
+#pragma GCC unroll 8
+      for (int i = 0; i < NATIVES; ++i) w[i] = columns.at(part, i);
+#if defined(__AVX512F__)  // the compiler would keep sums of both parts at a time, more than there are registers
+      if constexpr (Columns::PARTS == 2 && ROWS == REGISTER_ROWS) asm volatile("" : "+v"(w[0]), "+v"(w[1])::"memory");
+#endif
+#pragma GCC unroll 16
+      for (int r = 0; r < ROWS; ++r) {
+        const vn a = splat_native(x.at(r));
+#pragma GCC unroll 8
+        for (int i = 0; i < NATIVES; ++i) sums[r][i] = multiply_add<M>(sums[r][i], a, w[i]);
+      }
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; ++r, out += PANEL) {
+#pragma GCC unroll 8
+    for (int i = 0; i < NATIVES; ++i) store_bits(out + i * NATIVE_LANES, sums[r][i]);
+    if constexpr (Columns::PARTS == 2) {
+      vf low = load(out), high = load(out + LANES);
+      out_of_order(low, high);
+      store(out, low);
+      store(out + LANES, high);
+    }
+  }
+}
+
+template <class M, class Columns, int ROWS = REGISTER_ROWS>
+static void run_kernel(long rows, const float* tile, Columns columns, long steps, bool goes_on, float* out) {
+  if constexpr (ROWS > 1) {
+    if (rows < ROWS) return run_kernel<M, Columns, ROWS - 1>(rows, tile, columns, steps, goes_on, out);
+  }
+  kernel<M, ROWS>(TileWords{tile}, columns, steps, goes_on, out);
 }
 
 constexpr long FEW_ROWS = 8;
 template <int ROWS = FEW_ROWS>
-static void run_few_rows(long rows, const float* const* x, const float* packed, const float* next, long steps, float* out) {
+static void run_few_rows(long rows, const float* const* x, PanelColumns<Dot> columns, long steps, float* out) {
   if constexpr (ROWS > 1) {
-    if (rows < ROWS) return run_few_rows<ROWS - 1>(rows, x, packed, next, steps, out);
+    if (rows < ROWS) return run_few_rows<ROWS - 1>(rows, x, columns, steps, out);
   }
-  few_rows_kernel<ROWS>(x, packed, next, steps, out);
+  kernel<Dot, ROWS>(RowWords<ROWS>(x), columns, steps, false, out);
 }
 
 // Rows of x that one thread packs once and multiplies with many panels. A few rows of pairs stay where they lie until
@@ -360,15 +408,19 @@ class PackedRows {
 
   // out[panel][rows][32] = x times columns [first, first + columns) of w
   void multiply(const Weight<typename M::T>& w, long first, long columns, float* out, MemoryRange next) {
-    if (M::is_dot && w.panels) {
-      const long size = words<M>(k_) * PANEL, ahead = size <= MOST_AHEAD ? size : AHEAD;
+    if (sizeof(typename M::T) == sizeof(bf16) && w.panels) {
+      const long size = words<Dot>(k_) * PANEL, ahead = size <= MOST_AHEAD ? size : AHEAD;
       for (long p = 0; p * PANEL < columns; ++p) {
         const float *packed = w.panels + (first / PANEL + p) * size, *then = packed + ahead;
         if (ahead == size && (p + 1) * PANEL >= columns && next.bytes) then = (const float*)next.begin;
-        if (stay_)
-          run_few_rows(rows_, rows_at_, packed, then, words<M>(k_), out + p * rows_ * PANEL);
-        else
-          run<true>(packed, (const typename M::T*)then, PANEL, 0, k_, out + p * rows_ * PANEL);
+        const PanelColumns<M> panel{packed, then};
+        float* to = out + p * rows_ * PANEL;
+        if constexpr (M::is_dot)
+          if (stay_) {
+            run_few_rows(rows_, rows_at_, panel, words<M>(k_), to);
+            continue;
+          }
+        run(panel, 0, k_, to);
       }
       return;
     }
@@ -377,14 +429,14 @@ class PackedRows {
     const long panels = (columns + PANEL - 1) / PANEL, direct = panels_at_once(w) > 1 ? columns / PANEL : 0;
     for (long start = 0; direct && start < k_; start += DEPTH)
       for (long p = 0; p < direct; ++p)
-        run<false>(nullptr, w.data + start * w.k_stride + first + p * PANEL, w.k_stride, start,
-                   std::min(DEPTH, k_ - start), out + p * rows_ * PANEL);
+        run(PlainColumns<M>{w.data + start * w.k_stride + first + p * PANEL, w.k_stride, k_ - start}, start,
+            std::min(DEPTH, k_ - start), out + p * rows_ * PANEL);
     for (long p = direct; p < panels; ++p) {
       float* packed = panel_.template get<float>(words<M>(k_) * PANEL);
       pack_panel<M>(w, first + p * PANEL, std::min(PANEL, columns - p * PANEL), k_, packed);
       // Weights that are contiguous along k are read in order anyway.
       const long next = w.n_stride == 1 ? w.k_stride : 0;
-      run<true>(packed, w.data + first + (p + 1) * PANEL, next, 0, k_, out + p * rows_ * PANEL);
+      run(PackedColumns<M>{packed, w.data + first + (p + 1) * PANEL, next}, 0, k_, out + p * rows_ * PANEL);
     }
   }
 
@@ -398,14 +450,14 @@ class PackedRows {
     }
   }
 
-  // Multiplies all rows with one panel, from `start` along k.
-  template <bool IS_PACKED>
-  void run(const float* packed, const typename M::T* row, long stride, long start, long k, float* out) {
+  // Multiplies all rows with one panel, k steps from `start` on.
+  template <class Columns>
+  void run(Columns columns, long start, long k, float* out) {
     for (long t = 0; t < tiles_; ++t) {
       const long first = first_of(t), count = first_of(t + 1) - first;
       for (long r = 0; r < count; r += REGISTER_ROWS)
-        run_kernel<M, IS_PACKED>(std::min(REGISTER_ROWS, count - r), tile(t) + words<M>(start) * LANES + r, packed,
-                                 row, stride, k, start > 0, out + (first + r) * PANEL);
+        run_kernel<M>(std::min(REGISTER_ROWS, count - r), tile(t) + words<M>(start) * LANES + r, columns, words<M>(k),
+                      start > 0, out + (first + r) * PANEL);
     }
   }
 

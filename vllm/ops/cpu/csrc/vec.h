@@ -17,6 +17,31 @@ constexpr long LANES = 16;
 
 static inline vf splat(float x) { return vf{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 
+// What one register holds: the compiler keeps wider vectors in memory, which the sums of a product cannot afford.
+#if defined(__AVX512F__)
+typedef vf vn;
+static inline vn splat_native(float x) { return splat(x); }
+#elif defined(__AVX__)
+typedef float vn __attribute__((vector_size(32)));
+static inline vn splat_native(float x) { return vn{x, x, x, x, x, x, x, x}; }
+#else
+typedef float vn __attribute__((vector_size(16)));
+static inline vn splat_native(float x) { return vn{x, x, x, x}; }
+#endif
+constexpr int NATIVE_LANES = sizeof(vn) / sizeof(float);
+
+// The halves of words of two bfloat16, as floats.
+template <class V>
+static inline V even_of(V pairs) {
+  typedef uint32_t Bits __attribute__((vector_size(sizeof(V))));
+  return (V)((Bits)pairs << 16);
+}
+template <class V>
+static inline V odd_of(V pairs) {
+  typedef uint32_t Bits __attribute__((vector_size(sizeof(V))));
+  return (V)((Bits)pairs & 0xffff0000u);
+}
+
 template <class V, class P>
 static inline V load_bits(const P* p) {
   V v;
