@@ -189,7 +189,8 @@ static void mla_attention(Batch<const typename M::T> q_latent, Batch<const typen
       long lanes[TILES];
       vf factor[TILES];
       for (long tile = 0; tile < tiles; ++tile) {
-        vi visible = vi{} + (int)now.count;
+        int32_t visible[LANES];
+        std::fill(visible, visible + LANES, (int32_t)now.count);
         const T *latents[QUERIES], *ropes[QUERIES];
         OwnOfLanes owns[QUERIES];
         long num_owns = 0, i = 0;
@@ -208,7 +209,7 @@ static void mla_attention(Batch<const typename M::T> q_latent, Batch<const typen
         span.take_queries(tile, [&](long i) { return latents[i]; }, [&](long i) { return ropes[i]; }, lanes[tile],
                           cache.latent, cache.rope);
         vf peak, total;
-        span.score(tile, {now.rows, now.count, now.num_rows, owns, num_owns}, visible, scale, peak, total, prefetcher);
+        span.score(tile, {now.rows, now.count, now.num_rows, owns, num_owns}, load_bits<vi>(visible), scale, peak, total, prefetcher);
         factor[tile] = 1.0f / total;
         for (i = 0; i < lanes[tile]; ++i)
           if (partial[tile][i]) partial[tile][i][cache.latent] = peak[i], partial[tile][i][cache.latent + 1] = total[i];

@@ -25,7 +25,6 @@ constexpr long REGISTER_ROWS = TILE;  // 28 sums, 2 weights, 1 x: all registers
 #else
 constexpr long REGISTER_ROWS = 2;
 #endif
-constexpr int NATIVES = PANEL / NATIVE_LANES;  // registers of 32 columns
 
 struct Float32 {  // float32 tensors
   typedef float T;
@@ -64,11 +63,11 @@ static inline void interleave(vhh even, vhh odd, vf& low, vf& high) {  // rows k
                                      25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63);
 }
 
-template <class M, class V>
-static inline V multiply_add(V sum, V a, V b) {
+template <class M>
+static inline vf multiply_add(vf sum, vf a, vf b) {
   if constexpr (M::is_dot) {
 #if defined(__AVX512BF16__)
-    return (V)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+    return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
 #else
     return sum + even_of(a) * even_of(b) + odd_of(a) * odd_of(b);
 #endif
@@ -272,7 +271,7 @@ struct RowWords {
   void advance() { ++i; }
 };
 
-// Where it finds 32 columns of a weight, NATIVES registers of them: `advance` takes the next words of memory, which hold
+// Where it finds 32 columns of a weight, half and half: `advance` takes the next words of memory, which hold
 // PARTS words of the rows each.
 template <class M>
 struct PackedColumns {  // as `pack_panel` leaves them; `row` is what will be packed next
@@ -284,7 +283,7 @@ struct PackedColumns {  // as `pack_panel` leaves them; `row` is what will be pa
     __builtin_prefetch(row, 0, 2);  // to the second-level cache: the first has too few reads under way
     if constexpr (M::is_dot) __builtin_prefetch(row + stride, 0, 2);
   }
-  vn at(int, int i) const { return load_bits<vn>(packed + i * NATIVE_LANES); }
+  vf at(int, int half) const { return load(packed + half * LANES); }
   void advance() { packed += PANEL, row += (M::is_dot ? 2 : 1) * stride; }
 };
 template <class M>
@@ -295,8 +294,8 @@ struct PanelColumns {  // a panel of pairs, whatever the rows' words; `next` is 
     __builtin_prefetch(next, 0, 2);
     __builtin_prefetch(next + LANES, 0, 2);
   }
-  vn at(int part, int i) const {
-    const vn pairs = load_bits<vn>(packed + i * NATIVE_LANES);
+  vf at(int part, int half) const {
+    const vf pairs = load(packed + half * LANES);
     return PARTS == 1 ? pairs : part == 0 ? even_of(pairs) : odd_of(pairs);
   }
   void advance() { packed += PANEL, next += PANEL; }
@@ -314,11 +313,11 @@ struct PlainColumns {  // stored by k, `left` steps from `row` on
       interleave(load_bits<vhh>(row), left > 1 ? load_bits<vhh>(row + stride) : vhh{}, words[0], words[1]);
     }
   }
-  vn at(int, int i) const {
-    if constexpr (M::is_dot) return load_bits<vn>((const float*)words + i * NATIVE_LANES);
-    if constexpr (!is_split<M>) return load_bits<vn>(row + i * NATIVE_LANES);
-    const vn pairs = load_bits<vn>(row + i % (NATIVES / 2) * 2 * NATIVE_LANES);
-    return i < NATIVES / 2 ? even_of(pairs) : odd_of(pairs);
+  vf at(int, int half) const {
+    if constexpr (M::is_dot) return words[half];
+    if constexpr (!is_split<M>) return load_bits<vf>(row + half * LANES);
+    const vf pairs = load_bits<vf>(row);
+    return half ? odd_of(pairs) : even_of(pairs);
   }
   void advance() { row += (M::is_dot ? 2 : 1) * stride, left -= 2; }
 };
@@ -326,41 +325,32 @@ struct PlainColumns {  // stored by k, `left` steps from `row` on
 // out[ROWS][32] = rows of `steps` words times 32 columns, added to `out` where the product continues.
 template <class M, int ROWS, class Words, class Columns>
 static void kernel(Words x, Columns columns, long steps, bool goes_on, float* out) {
-  vn sums[ROWS][NATIVES] = {};
+  vf sums[ROWS][2] = {};
   if (goes_on) {
 #pragma GCC unroll 16
-    for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 8
-      for (int i = 0; i < NATIVES; ++i) sums[r][i] = load_bits<vn>(out + r * PANEL + i * NATIVE_LANES);
+    for (int r = 0; r < ROWS; ++r) sums[r][0] = load(out + r * PANEL), sums[r][1] = load(out + r * PANEL + LANES);
   }
   for (long step = 0; step < steps; step += Columns::PARTS, columns.advance()) {
     columns.begin();
 #pragma GCC unroll 2
     for (int part = 0; part < Columns::PARTS; ++part, x.advance()) {
-      vn w[NATIVES];
-#pragma GCC unroll 8
-      for (int i = 0; i < NATIVES; ++i) w[i] = columns.at(part, i);
+      vf low = columns.at(part, 0), high = columns.at(part, 1);
 #if defined(__AVX512F__)  // the compiler would keep sums of both parts at a time, more than there are registers
-      if constexpr (Columns::PARTS == 2 && ROWS == REGISTER_ROWS) asm volatile("" : "+v"(w[0]), "+v"(w[1])::"memory");
+      if constexpr (Columns::PARTS == 2 && ROWS == REGISTER_ROWS) asm volatile("" : "+v"(low), "+v"(high)::"memory");
 #endif
 #pragma GCC unroll 16
       for (int r = 0; r < ROWS; ++r) {
-        const vn a = splat_native(x.at(r));
-#pragma GCC unroll 8
-        for (int i = 0; i < NATIVES; ++i) sums[r][i] = multiply_add<M>(sums[r][i], a, w[i]);
+        const vf a = splat(x.at(r));
+        sums[r][0] = multiply_add<M>(sums[r][0], a, low);
+        sums[r][1] = multiply_add<M>(sums[r][1], a, high);
       }
     }
   }
 #pragma GCC unroll 16
-  for (int r = 0; r < ROWS; ++r, out += PANEL) {
-#pragma GCC unroll 8
-    for (int i = 0; i < NATIVES; ++i) store_bits(out + i * NATIVE_LANES, sums[r][i]);
-    if constexpr (Columns::PARTS == 2) {
-      vf low = load(out), high = load(out + LANES);
-      out_of_order(low, high);
-      store(out, low);
-      store(out + LANES, high);
-    }
+  for (int r = 0; r < ROWS; ++r) {
+    if constexpr (Columns::PARTS == 2) out_of_order(sums[r][0], sums[r][1]);
+    store(out + r * PANEL, sums[r][0]);
+    store(out + r * PANEL + LANES, sums[r][1]);
   }
 }
 

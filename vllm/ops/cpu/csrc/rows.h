@@ -123,7 +123,7 @@ static inline vf uniform_noise(int32_t a, int32_t b, vi vocab_keys) {
   x ^= x >> 15;
   x = (x + (uint32_t)b) * 277803737u;
   vi bits = (vi)x ^ ((vi)x >> 15);
-  vf u = (__builtin_convertvector(bits, vf) + 0.5f) * 4.656612873077393e-10f;
+  vf u = (to_floats(bits) + 0.5f) * 4.656612873077393e-10f;
   return minimum(splat(1.0f - 5.9604644775390625e-08f), u);
 }
 static inline vf exponential_noise(vf u) {
@@ -143,20 +143,19 @@ static inline vi load_keys(const int32_t* keys, long count) {
 static int64_t sample_row(const float* logits, long size, float temperature, const int32_t* keys,
                           const int32_t* vocab_keys, float* logprob) {
   const float factor = temperature > 0 ? temperature : 1.0f;
+  const vi lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   vf peaks = splat(-INFINITY);
   long i = 0;
   auto scaled = [&](long at) {
     vf v = load_n(logits + at, size - at);
     if (factor != 1.0f) v = v / factor;  // a division takes as long as ten sums
-    if (at + LANES > size)
-      for (long lane = size - at; lane < LANES; ++lane) v[lane] = -INFINITY;
-    return v;
+    return at + LANES > size ? select(lanes < (int)(size - at), v, splat(-INFINITY)) : v;
   };
   for (i = 0; i < size; i += LANES) peaks = maximum(peaks, scaled(i));
   const float peak = largest(peaks);
   vf total = {}, best = splat(-1.0f);
   float to_beat = 0;  // a little less than the best score; the noise of lanes below it is not finished
-  vi addresses = {}, lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  vi addresses = {};
   for (i = 0; i < size; i += LANES) {
     vf p = exp(scaled(i) - peak);
     total += p;

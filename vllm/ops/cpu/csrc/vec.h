@@ -1,62 +1,72 @@
-// Sixteen 32-bit lanes as a compiler vector: AVX-512 registers where there are some, else the compiler's choice.
+// Sixteen 32-bit lanes: a compiler vector where there are AVX-512 registers, else several smaller ones.
 #pragma once
 #include <cstdint>
 #include <cstring>
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#endif
+#include <type_traits>
 
 typedef uint16_t bf16;  // the upper half of a float
+typedef uint16_t vh __attribute__((vector_size(32)));   // 16 bf16
+typedef uint16_t vhh __attribute__((vector_size(64)));  // 32 bf16
+#if defined(__AVX512F__)
+#include <immintrin.h>
 typedef float vf __attribute__((vector_size(64)));
 typedef int32_t vi __attribute__((vector_size(64)));
 typedef uint32_t vu __attribute__((vector_size(64)));
-typedef uint16_t vh __attribute__((vector_size(32)));   // 16 bf16
-typedef uint16_t vhh __attribute__((vector_size(64)));  // 32 bf16
+#define LANES_OF(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+static inline vf to_floats(vi v) { return __builtin_convertvector(v, vf); }
+#else
+#include "lanes.h"
+typedef Lanes<float> vf;
+typedef Lanes<int32_t> vi;
+typedef Lanes<uint32_t> vu;
+#define LANES_OF(a, b, ...) lanes_of<__VA_ARGS__>(a, b)
+static inline vf to_floats(vi v) { return convert_lanes<float>(v); }
+#endif
 
 constexpr long LANES = 16;
 
 static inline vf splat(float x) { return vf{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 
-// What one register holds: the compiler keeps wider vectors in memory, which the sums of a product cannot afford.
-#if defined(__AVX512F__)
-typedef vf vn;
-static inline vn splat_native(float x) { return splat(x); }
-#elif defined(__AVX__)
-typedef float vn __attribute__((vector_size(32)));
-static inline vn splat_native(float x) { return vn{x, x, x, x, x, x, x, x}; }
-#else
-typedef float vn __attribute__((vector_size(16)));
-static inline vn splat_native(float x) { return vn{x, x, x, x}; }
-#endif
-constexpr int NATIVE_LANES = sizeof(vn) / sizeof(float);
-
 // The halves of words of two bfloat16, as floats.
-template <class V>
-static inline V even_of(V pairs) {
-  typedef uint32_t Bits __attribute__((vector_size(sizeof(V))));
-  return (V)((Bits)pairs << 16);
-}
-template <class V>
-static inline V odd_of(V pairs) {
-  typedef uint32_t Bits __attribute__((vector_size(sizeof(V))));
-  return (V)((Bits)pairs & 0xffff0000u);
-}
+static inline vf even_of(vf pairs) { return (vf)((vu)pairs << 16); }
+static inline vf odd_of(vf pairs) { return (vf)((vu)pairs & 0xffff0000u); }
 
+template <class V>
+constexpr bool is_lanes = std::is_same_v<V, vf> || std::is_same_v<V, vi> || std::is_same_v<V, vu>;
 template <class V, class P>
 static inline V load_bits(const P* p) {
+#if !defined(__AVX512F__)
+  if constexpr (is_lanes<V>) return V::load(p);
+#endif
   V v;
   std::memcpy(&v, p, sizeof(V));
   return v;
 }
 template <class V, class P>
 static inline void store_bits(P* p, V v) {
+#if !defined(__AVX512F__)
+  if constexpr (is_lanes<V>) return v.store(p);
+#endif
   std::memcpy(p, &v, sizeof(V));
 }
 
 #if defined(__AVX512F__)  // the compiler splits the builtin in two halves
 static inline vu words_of(vh h) { return (vu)_mm512_cvtepu16_epi32((__m256i)h); }
+static inline vh halves_of(vu words) { return __builtin_convertvector(words, vh); }
 #else
-static inline vu words_of(vh h) { return __builtin_convertvector(h, vu); }
+typedef uint16_t PartOfHalves __attribute__((vector_size(REGISTER_BYTES / 2)));
+static inline vu words_of(vh h) {
+  PartOfHalves parts[vu::PARTS];
+  std::memcpy(parts, &h, sizeof(parts));
+  return vu::of_parts([&](int p) { return __builtin_convertvector(parts[p], vu::Register); });
+}
+static inline vh halves_of(vu words) {
+  PartOfHalves parts[vu::PARTS];
+  for (int p = 0; p < vu::PARTS; ++p) parts[p] = __builtin_convertvector(words.part[p], PartOfHalves);
+  vh found;
+  std::memcpy(&found, parts, sizeof(found));
+  return found;
+}
 #endif
 static inline vf widen(vh h) { return (vf)(words_of(h) << 16); }
 static inline vu round_bits(vf v) {  // the nearest bf16 in the upper halves; the lower ones are undefined
@@ -68,7 +78,7 @@ static inline vu round_bits(vf v) {  // the nearest bf16 in the upper halves; th
 static inline vh narrow(vf v) { return (vh)_mm512_cvtneps_pbh((__m512)v); }
 static inline vhh narrow(vf low, vf high) { return (vhh)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low); }
 #else
-static inline vh narrow(vf v) { return __builtin_convertvector(round_bits(v) >> 16, vh); }
+static inline vh narrow(vf v) { return halves_of(round_bits(v) >> 16); }
 static inline vhh narrow(vf low, vf high) {
   vh halves[2] = {narrow(low), narrow(high)};
   return load_bits<vhh>(halves);
@@ -121,7 +131,6 @@ static inline vf zero_where_less(vf a, vf b, vf x) { return select(a < b, vf{}, 
 #endif
 
 // Lane j of butterfly<S>(a, b): a[j] where bit S of j is clear, b[j ^ S] where it is set; crossed: a[j ^ S] and b[j].
-#define LANES_OF(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 template <int S>
 static inline void butterfly(vf a, vf b, vf& straight, vf& crossed) {
   if constexpr (S == 1) {
@@ -203,7 +212,7 @@ static inline vf log(vf x) {  // for positive normal numbers
   vi is_low = m < splat(0.707106781186547524f);
   exponent = exponent + is_low;  // -1 where true
   m = m + select(is_low, m, vf{}) - 1.0f;
-  vf e = __builtin_convertvector(exponent, vf), z = m * m;
+  vf e = to_floats(exponent), z = m * m;
   vf p = splat(7.0376836292e-2f);
   p = p * m - 1.1514610310e-1f;
   p = p * m + 1.1676998740e-1f;
