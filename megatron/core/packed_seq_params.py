@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from megatron.core.shared_rows import SharedPrompts
     from megatron.core.transformer.moe.router_replay import MicroBatchRouting
 
 
@@ -23,12 +24,15 @@ class PackedSeqParams:
     nothing depends on how sequences were packed. None: no token is padding.
     routing: the experts of these tokens, to be traced or replayed. None: each router chooses, and the choice is not
     kept.
+    shared_prompts: T counts a prompt that several sequences share once, and ``cu_seqlens`` counts it in each of them;
+    only attention sees the whole sequences. None: every sequence has tokens of its own.
     """
 
     cu_seqlens: Tensor
     max_seqlen: int
     is_padding_T: Tensor | None = None
     routing: MicroBatchRouting | None = None
+    shared_prompts: SharedPrompts | None = None
     # Values that one layer computes and every layer needs, such as index tensors on the device; each has its maker's
     # key.
     derived: dict[object, object] = field(default_factory=dict, init=False, repr=False, compare=False)

@@ -164,6 +164,21 @@ def test_every_arithmetic_problem_at_once() -> None:
     assert "adv_estimator is 'gae'" in text
 
 
+def test_shared_prompts_are_refused_with_what_needs_whole_sequences() -> None:
+    actor, transformer = "actor_rollout_ref.actor", "megatron.override_transformer_config"
+    others = (
+        "megatron.context_parallel_size=2",
+        "router_replay.mode=R2",
+        f"+{transformer}.mtp_num_layers=1",
+        f"+{transformer}.moe_router_load_balancing_type=seq_aux_loss",
+    )
+    given = [f"{'+' * text.startswith('+')}{actor}.{text.removeprefix('+')}" for text in others]
+    text = "\n".join(validate_config(load_config([*RUNNABLE, *given, f"{actor}.share_prompts=True"])))
+    for name in ("context_parallel_size is 2", "router_replay.mode is R2", "mtp_num_layers", "seq_aux_loss"):
+        assert any("share_prompts is True" in line and name in line for line in text.splitlines()), name
+    assert "share_prompts" not in "\n".join(validate_config(load_config([*RUNNABLE, *given])))
+
+
 @pytest.mark.parametrize("experts", ["n_routed_experts", "num_experts", "num_local_experts"])  # by family
 def test_layout_is_checked_against_the_models_dimensions(tmp_path: Path, experts: str) -> None:
     dims = {"num_hidden_layers": 3, experts: 6, "num_attention_heads": 4, "vocab_size": 100}

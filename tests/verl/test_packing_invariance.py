@@ -34,16 +34,20 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 }
 
 
-def sixty_four_rows() -> DataProto:
+def sixty_four_rows(num_prompts: int = NUM_ROWS) -> DataProto:
     """Rows of 4 to 52 tokens; advantages, old and reference log-probs as after a few updates."""
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(2, PROMPT + 1, (NUM_ROWS, 1), generator=generator)
+    prompt_of_row = torch.arange(NUM_ROWS) % num_prompts
+    prompts = prompts[prompt_of_row]
     responses = torch.randint(1, RESPONSE + 1, (NUM_ROWS, 1), generator=generator)
     mask = torch.cat([torch.arange(PROMPT) >= PROMPT - prompts, torch.arange(RESPONSE) < responses], dim=1).long()
     response_mask = mask[:, PROMPT:]
     noise = torch.rand(2, NUM_ROWS, RESPONSE, generator=generator)
+    input_ids = torch.randint(2, 128, mask.shape, generator=generator)
+    input_ids[:, :PROMPT] = input_ids[prompt_of_row, :PROMPT]
     tensors = {
-        "input_ids": torch.randint(2, 128, mask.shape, generator=generator) * mask,
+        "input_ids": input_ids * mask,
         "attention_mask": mask,
         "response_mask": response_mask,
         "advantages": torch.randn(NUM_ROWS, 1, generator=generator) * response_mask,
@@ -58,6 +62,7 @@ def one_update(
     groups: ProcessGroups,
     loss_agg_mode: str,
     correction: RolloutCorrectionSection | None = None,
+    num_prompts: int = NUM_ROWS,
     **fields: Any,
 ) -> tuple[dict[str, float], dict]:
     """Metrics and gradients of an update that leaves the weights where they are."""
@@ -74,7 +79,7 @@ def one_update(
     ddp = DistributedDataParallel(model_config, DistributedDataParallelConfig(), model, groups)
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.0, clip_grad=0.0), ddp, groups, reference_ops())
     actor = MegatronPPOActor(config, model_config, groups, ddp, optimizer, None, correction)
-    metrics = actor.update_policy(sixty_four_rows())
+    metrics = actor.update_policy(sixty_four_rows(num_prompts))
     assert metrics["actor/skipped_steps"] == 0.0
     biases = {name: buffer.clone() for name, buffer in model.named_buffers() if name.endswith("expert_bias")}
     gradients = {name: weight.main_grad.clone() for name, weight in model.named_parameters()}  # type: ignore[attr-defined]
@@ -132,6 +137,16 @@ def test_every_loss_and_correction_agrees_over_more_micro_batches(
 ) -> None:
     """Every algorithm with both: one to four micro-batches, and three budgets of tokens."""
     _check_algorithm(groups, loss_agg_mode, algorithm, counts=(1, 2, 3, 4), budgets=(52, 256, 1000))
+
+
+def test_prompts_that_are_computed_once_change_nothing(groups: ProcessGroups) -> None:
+    """Loss, gradients and the experts' biases of 16 prompts with four samples each, of which a micro-batch has some."""
+    ways: list[dict[str, int | bool]] = [
+        {"ppo_micro_batch_size_per_gpu": NUM_ROWS},
+        {"ppo_micro_batch_size_per_gpu": NUM_ROWS, "share_prompts": True},
+        {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 256, "share_prompts": True},
+    ]
+    _assert_agree(groups, "token-mean", ways, {"num_prompts": 16}, abs_tolerance=1e-7)
 
 
 def _check_algorithm(

@@ -23,7 +23,7 @@ def test_packed_tokens_labels_and_scored_positions() -> None:
     assert micro.packed_seq_params.cu_seqlens.tolist() == [0, 5, 10, 15, 16]
     assert micro.position_ids_T.tolist() == [*range(lengths[0]), *range(lengths[1]), *range(lengths[2]), 0]
     # The token that a scored position predicts is the response token at its row and column.
-    predicted = micro.labels_T[micro.positions_S]
+    predicted = micro.labels_S
     width = batch["response_mask"].size(1)
     assert torch.equal(predicted, batch["input_ids"][micro.rows_S, width + micro.cols_S])
     assert micro.rows_S.numel() == int(batch["response_mask"].sum())
@@ -35,7 +35,7 @@ def test_scatter_to_rows_inverts_packing_over_several_micro_batches() -> None:
         pack_micro_batch(batch["input_ids"], batch["attention_mask"], batch["response_mask"], rows, 1)
         for rows in ([1, 3], [0], [2])
     ]
-    values = [micro.labels_T[micro.positions_S].float() for micro in micros]
+    values = [micro.labels_S.float() for micro in micros]
     expected = batch["input_ids"][:, 5:].float() * batch["response_mask"]
     assert torch.equal(scatter_to_rows(values, micros, batch["response_mask"].shape), expected)
 
@@ -65,7 +65,7 @@ def test_parts_of_context_parallel_ranks_make_up_the_micro_batch(cp_size: int, t
         assert part.num_tokens * cp_size == cu_seqlens[-1]
         assert part.num_tokens % tp_size == 0
         assert torch.equal(part.packed_seq_params.cu_seqlens, cu_seqlens)
-        assert torch.equal(part.labels_T[part.positions_S], batch["input_ids"][part.rows_S, width + part.cols_S])
+        assert torch.equal(part.labels_S, batch["input_ids"][part.rows_S, width + part.cols_S])
         is_real_T = ~part.packed_seq_params.is_padding_T
         assert is_real_T.nonzero().flatten().tolist() == sorted(part.token_positions_N.tolist())
         own_ids = batch["input_ids"][part.token_rows_N, part.token_cols_N]
@@ -87,3 +87,23 @@ def test_empty_micro_batch_has_a_part_for_every_rank(cp_size: int) -> None:
         )
         assert micro.num_tokens == 4 and bool(micro.packed_seq_params.is_padding_T.all())
         assert micro.packed_seq_params.cu_seqlens.tolist() == [0, 4 * cp_size]
+
+
+def test_a_prompt_that_rows_share_is_packed_once_and_taken_by_each() -> None:
+    batch = padded_batch([3, 3, 5, 3], [2, 4, 1, 0])
+    batch["input_ids"][[1, 3], :5] = batch["input_ids"][0, :5]
+    given = (batch["input_ids"], batch["attention_mask"], batch["response_mask"], [2, 0, 3, 1])
+    whole, shared = pack_micro_batch(*given, 4), pack_micro_batch(*given, 4, shares_prompts=True)
+    assert (whole.num_tokens, shared.num_tokens) == (24, 16)
+    prompts = shared.packed_seq_params.shared_prompts
+    assert prompts is not None
+    bounds = shared.packed_seq_params.cu_seqlens.tolist()
+    assert bounds[:-1] == whole.packed_seq_params.cu_seqlens.tolist()[:-1]
+    num_real = bounds[-2]
+    for name in ("input_ids_T", "position_ids_T"):
+        expanded = prompts.expanded.take(getattr(shared, name))
+        assert torch.equal(expanded[:num_real], getattr(whole, name)[:num_real])
+        assert torch.equal(prompts.owners.take(expanded), getattr(shared, name))
+    assert torch.equal(shared.labels_S, whole.labels_S)
+    assert torch.equal(shared.input_ids_T[shared.positions_S], whole.input_ids_T[whole.positions_S])
+    assert prompts.copies_T.sum() == bounds[-1]

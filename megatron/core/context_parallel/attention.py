@@ -47,8 +47,13 @@ class ContextParallelAttention:
         """
         block = (k, v) if shared_k is None else (k, v, shared_k)
         if self.group.size() == 1:
-            bounds = params.cu_seqlens, params.max_seqlen
-            return self.ops.core_attention(q, keys_of(block), v, *bounds, self.scale, True)
+            bounds, shared = (params.cu_seqlens, params.max_seqlen), params.shared_prompts
+            k = keys_of(block)
+            if shared is None:
+                return self.ops.core_attention(q, k, v, *bounds, self.scale, True)
+            q, k, v = (shared.expanded.take(rows) for rows in (q, k, v))
+            return shared.owners.take(self.ops.core_attention(q, k, v, *bounds, self.scale, True))
+        assert params.shared_prompts is None, "context-parallel ranks share whole sequences, not their prompts"
         shard = self._shard(q, params)
         if self.cp_comm_type == "a2a":
             return HeadExchange(self.ops, self.scale, params, shard, self.group).attend(q, block)

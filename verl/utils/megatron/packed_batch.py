@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron.core.context_parallel import zigzag_indices
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.shared_rows import SharedPrompts, TakenRows
 from megatron.core.transformer.moe.router_replay import MicroBatchRouting
 from megatron.core.utils import async_h2d
 
@@ -28,8 +29,9 @@ class PackedMicroBatch:
         token_rows_N, token_cols_N, token_positions_N: row, column of the padded batch (prompt included) and packed
             position of every real token here, int64 [N] on the host.
         places_2S: ``rows_S`` and ``cols_S`` where the loss is computed, int64 [2, S].
-        positions_S: the packed position whose logits predict a scored token, int64 [S].
-        input_ids_T, position_ids_T, labels_T: int64 [T]; a label is the next token of the same sequence.
+        scored_rows: the packed position whose logits predict each scored token.
+        labels_S: the scored tokens, int64 [S].
+        input_ids_T, position_ids_T: int64 [T].
         packed_seq_params: cumulative lengths of the whole sequences, on the host; the last one may be a dummy.
     """
 
@@ -39,15 +41,20 @@ class PackedMicroBatch:
     token_cols_N: Tensor
     token_positions_N: Tensor
     places_2S: Tensor
-    positions_S: Tensor
+    scored_rows: TakenRows
+    labels_S: Tensor
     input_ids_T: Tensor
     position_ids_T: Tensor
-    labels_T: Tensor
     packed_seq_params: PackedSeqParams
 
     @property
     def num_tokens(self) -> int:
         return int(self.input_ids_T.numel())
+
+    @property
+    def positions_S(self) -> Tensor:
+        """The packed position whose logits predict a scored token, int64 [S]."""
+        return self.scored_rows.index_F
 
     @property
     def loss_mask_T(self) -> Tensor:
@@ -56,23 +63,27 @@ class PackedMicroBatch:
         return mask_T.index_fill_(0, self.positions_S, 1.0)
 
     def to(self, device: torch.device) -> PackedMicroBatch:
-        """The micro-batch for a model on ``device``: one copy from pinned memory, for which the host does not wait."""
+        """The micro-batch for a model on ``device``: copies from pinned memory, for which the host does not wait."""
         if device.type == "cpu":
             return self
         params = self.packed_seq_params
         is_padding_T = () if params.is_padding_T is None else (params.is_padding_T.long(),)
-        tokens = (self.input_ids_T, self.position_ids_T, self.labels_T, *is_padding_T)
-        parts = (self.places_2S.flatten(), self.positions_S, *tokens)
+        parts = (self.places_2S.flatten(), self.labels_S, self.input_ids_T, self.position_ids_T, *is_padding_T)
         moved = async_h2d(torch.cat(parts), device).split([len(part) for part in parts])
-        places, positions_S, ids_T, position_ids_T, labels_T, *padding = moved
+        places, labels_S, ids_T, position_ids_T, *padding = moved
+        shared = params.shared_prompts
         return replace(
             self,
             places_2S=places.view(2, -1),
-            positions_S=positions_S,
+            scored_rows=self.scored_rows.to(device),
+            labels_S=labels_S,
             input_ids_T=ids_T,
             position_ids_T=position_ids_T,
-            labels_T=labels_T,
-            packed_seq_params=replace(params, is_padding_T=padding[0].bool() if padding else None),
+            packed_seq_params=replace(
+                params,
+                is_padding_T=padding[0].bool() if padding else None,
+                shared_prompts=None if shared is None else shared.to(device),
+            ),
         )
 
     def with_routing(self, routing: MicroBatchRouting) -> PackedMicroBatch:
@@ -94,13 +105,14 @@ def pack_micro_batch(
     multiple: int,
     cp_size: int = 1,
     cp_rank: int = 0,
+    shares_prompts: bool = False,
 ) -> PackedMicroBatch:
     """Packs the ``rows`` of a padded batch and takes the part of context-parallel rank ``cp_rank``, on the host.
 
     Rows are prompts left-padded and responses right-padded to L = P + R. Each is filled up with zeros to
     ``padded_lengths``; a dummy sequence of zeros makes this rank's T a multiple of ``multiple`` (the tensor-parallel
     size). An empty ``rows`` gives the dummy sequence alone: a data-parallel rank that has no rows left still takes part
-    in every expert exchange.
+    in every expert exchange. With ``shares_prompts`` rows with the same prompt have its tokens once (SharedPrompts).
     """
     chosen = torch.as_tensor(list(rows), dtype=torch.long)
     mask_bL = attention_mask_BL[chosen].bool()
@@ -108,8 +120,15 @@ def pack_micro_batch(
     num_real = int(lengths_b.sum())
     lengths_b = padded_lengths(lengths_b, cp_size)
     lengths = lengths_b.tolist()
+    num_cols = response_mask_BR.size(1)
+    first_b = torch.arange(len(chosen))
+    if shares_prompts:
+        assert cp_size == 1, "context-parallel ranks share whole sequences, not their prompts"
+        first_b = _first_with_prompt(input_ids_BL[chosen, :-num_cols], mask_bL[:, :-num_cols])
+    prompt_lengths_b = mask_bL[:, :-num_cols].sum(-1)
+    num_repeated = int(prompt_lengths_b[first_b < torch.arange(len(chosen))].sum())
     num_used, step = sum(lengths), math.lcm(2 * cp_size if cp_size > 1 else 1, cp_size * multiple)
-    num_dummy = -num_used % step if num_used else step
+    num_dummy = -(num_used - num_repeated) % step if num_used else step
     if num_dummy:
         lengths.append(num_dummy)
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
@@ -119,7 +138,6 @@ def pack_micro_batch(
     starts_b = lengths_b.cumsum(0) - lengths_b
     index_bL = starts_b[:, None] + mask_bL.long().cumsum(-1) - 1
     positions_n = index_bL[rows_n, cols_n]
-    num_cols = response_mask_BR.size(1)
     rows_s, cols_s = response_mask_BR[chosen].bool().nonzero(as_tuple=True)
     positions_s = index_bL[:, -num_cols:][rows_s, cols_s] - 1
 
@@ -130,11 +148,17 @@ def pack_micro_batch(
     steps_F = torch.arange(ids_F.numel())
     lengths_q = torch.tensor(lengths)
     position_ids_F = steps_F - torch.repeat_interleave(lengths_q.cumsum(0) - lengths_q, lengths_q)
-    labels_F = torch.cat([ids_F[1:], ids_F.new_zeros(1)])
 
+    computed_F = steps_F.clone()
+    is_repeated_n = (first_b < torch.arange(len(chosen)))[rows_n] & (cols_n < mask_bL.size(1) - num_cols)
+    rows_r, positions_r = rows_n[is_repeated_n], positions_n[is_repeated_n]
+    computed_F[positions_r] = positions_r - starts_b[rows_r] + starts_b[first_b[rows_r]]
     order_T = zigzag_indices(cu_seqlens, cp_size, cp_rank)
+    if num_repeated:
+        order_T = (computed_F == steps_F).nonzero(as_tuple=True)[0]
     local_F = torch.full_like(steps_F, -1)
     local_F[order_T] = torch.arange(order_T.numel())
+    local_F = local_F[computed_F]  # a token that others repeat is where the first of them is
     is_padding_T = is_padding_F[order_T] if num_real < ids_F.numel() else None
     is_here_s, is_here_n = local_F[positions_s] >= 0, local_F[positions_n] >= 0
     places_2S = torch.stack((chosen[rows_s[is_here_s]], cols_s[is_here_s]))
@@ -145,12 +169,35 @@ def pack_micro_batch(
         token_cols_N=cols_n[is_here_n],
         token_positions_N=local_F[positions_n[is_here_n]],
         places_2S=places_2S,
-        positions_S=local_F[positions_s[is_here_s]],
+        scored_rows=TakenRows.of(local_F[positions_s[is_here_s]], order_T.numel()),
+        labels_S=ids_F[positions_s[is_here_s] + 1],
         input_ids_T=ids_F[order_T],
         position_ids_T=position_ids_F[order_T],
-        labels_T=labels_F[order_T],
-        packed_seq_params=PackedSeqParams(cu_seqlens, max(lengths), is_padding_T),
+        packed_seq_params=PackedSeqParams(
+            cu_seqlens,
+            max(lengths),
+            is_padding_T,
+            shared_prompts=_shared_prompts(local_F, order_T) if num_repeated else None,
+        ),
     )
+
+
+def _shared_prompts(local_F: Tensor, order_T: Tensor) -> SharedPrompts:
+    """local_F: where each token of the whole sequences is computed; order_T: which of them each computed one is."""
+    return SharedPrompts(
+        expanded=TakenRows.of(local_F, order_T.numel()),
+        owners=TakenRows.of(order_T, local_F.numel()),
+        copies_T=torch.bincount(local_F, minlength=order_T.numel()).float(),
+    )
+
+
+def _first_with_prompt(prompts_bP: Tensor, mask_bP: Tensor) -> Tensor:
+    """The first row that has the prompt of each row, int64 [b]; rows without a prompt share nothing."""
+    firsts: dict[bytes, int] = {}
+    keys = (prompts_bP.masked_fill(~mask_bP, -1)).numpy()
+    has_prompt = mask_bP.any(-1).tolist()
+    found = [firsts.setdefault(key.tobytes(), row) if has_prompt[row] else row for row, key in enumerate(keys)]
+    return torch.tensor(found, dtype=torch.long)
 
 
 def scatter_to_rows(values_S: Sequence[Tensor], micro_batches: Sequence[PackedMicroBatch], shape: torch.Size) -> Tensor:

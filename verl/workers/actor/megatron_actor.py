@@ -111,8 +111,8 @@ class MegatronPPOActor(BasePPOActor):
         """
         temperature = float(data.meta_info["temperature"])
 
-        def score(logits_TV: Tensor, micro: PackedMicroBatch) -> tuple[Tensor, dict]:
-            log_probs_S = self._log_probs(logits_TV, micro, temperature)[micro.positions_S]
+        def score(logits_SV: Tensor, micro: PackedMicroBatch) -> tuple[Tensor, dict]:
+            log_probs_S = self._log_probs(logits_SV, micro, temperature)
             return log_probs_S.new_zeros(()), {"log_probs_S": log_probs_S}
 
         self.actor_module.eval()
@@ -200,12 +200,12 @@ class MegatronPPOActor(BasePPOActor):
         set_auxiliary_scales(self.actor_module, inputs.num_tokens, inputs.num_response_tokens)
         temperature = float(data.meta_info["temperature"])
 
-        def policy_loss(logits_TV: Tensor, micro: PackedMicroBatch) -> tuple[Tensor, dict]:
-            logits_TV = logits_TV if temperature == 1.0 else logits_TV / temperature
-            log_probs_T = self._log_probs(logits_TV, micro, 1.0)
+        def policy_loss(logits_SV: Tensor, micro: PackedMicroBatch) -> tuple[Tensor, dict]:
+            logits_SV = logits_SV if temperature == 1.0 else logits_SV / temperature
+            log_probs_S = self._log_probs(logits_SV, micro, 1.0)
             with torch.set_grad_enabled(self.config.entropy_coeff != 0):
-                entropy_T = vocab_parallel_entropy(logits_TV, self.groups.tp)
-            return loss(log_probs_T[micro.positions_S], entropy_T[micro.positions_S], micro)
+                entropy_S = vocab_parallel_entropy(logits_SV, self.groups.tp)
+            return loss(log_probs_S, entropy_S, micro)
 
         replay, traced = self._replay, self._routing
         routing = None
@@ -262,6 +262,7 @@ class MegatronPPOActor(BasePPOActor):
                 layout.tensor_model_parallel_size,
                 cp,
                 self.groups.coords.cp,
+                shares_prompts=self.config.share_prompts,
             ).to(self.device)
             for rows in chunks
         ]
@@ -278,8 +279,14 @@ class MegatronPPOActor(BasePPOActor):
         def forward_step(iterator: Iterator[PackedMicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable]:
             micro = next(iterator)
             loss_mask_T = micro.loss_mask_T if has_mtp else None
-            output = model(micro.input_ids_T, micro.position_ids_T, micro.packed_seq_params, loss_mask_T=loss_mask_T)
-            return output, lambda logits_TV: loss_func(logits_TV, micro)
+            output = model(
+                micro.input_ids_T,
+                micro.position_ids_T,
+                micro.packed_seq_params,
+                loss_mask_T=loss_mask_T,
+                scored_rows=micro.scored_rows,
+            )
+            return output, lambda logits_SV: loss_func(logits_SV, micro)
 
         tp, hidden = self.groups.tp.size(), self.tf_config.hidden_size
         return self._forward_backward(
@@ -293,10 +300,10 @@ class MegatronPPOActor(BasePPOActor):
             tensor_shapes=[(micro.num_tokens // tp, hidden) for micro in micro_batches],
         )
 
-    def _log_probs(self, logits_TV: Tensor, micro: PackedMicroBatch, temperature: float) -> Tensor:
+    def _log_probs(self, logits_SV: Tensor, micro: PackedMicroBatch, temperature: float) -> Tensor:
         # The policy that acted is softmax(logits / T); training must score that one (upstream leaves T out).
-        scaled_TV = logits_TV if temperature == 1.0 else logits_TV / temperature
-        return -vocab_parallel_cross_entropy(scaled_TV, micro.labels_T, self.groups.tp)
+        scaled_SV = logits_SV if temperature == 1.0 else logits_SV / temperature
+        return -vocab_parallel_cross_entropy(scaled_SV, micro.labels_S, self.groups.tp)
 
 
 def split_rows(

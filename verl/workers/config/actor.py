@@ -121,6 +121,9 @@ class ActorConfig(Section):
         data_loader_seed: seed of that order.
         recompute_old_log_prob: compute log-probs before the update: ``auto`` and ``False`` only if they differ from
             those of the update itself, ``True`` always.
+        share_prompts: compute a prompt once for all of its samples in a micro-batch; attention alone sees whole
+            samples. It changes rounding, and nothing else. Not with context parallelism, multi-token prediction,
+            ``seq_aux_loss`` or replayed routing.
         load_weight: load the weights; False initialises actor and reference at random.
     """
 
@@ -152,6 +155,7 @@ class ActorConfig(Section):
     shuffle: bool = False
     data_loader_seed: int = 1
     recompute_old_log_prob: str = "auto"
+    share_prompts: bool = False
     load_weight: bool = True
     optim: McoreOptimizerConfig = field(default_factory=McoreOptimizerConfig)
     megatron: McoreEngineConfig = field(default_factory=McoreEngineConfig)
@@ -203,6 +207,22 @@ class ActorConfig(Section):
                 f"{where}: megatron.swap_optimizer and optim.override_optimizer_config.optimizer_cpu_offload both keep "
                 "the state on the host; choose one"
             )
+        overrides = self.megatron.override_transformer_config
+        excluded = {
+            f"megatron.context_parallel_size is {self.megatron.context_parallel_size}": (
+                self.megatron.context_parallel_size > 1
+            ),
+            f"router_replay.mode is {self.router_replay.mode}": self.replays_routing,
+            "megatron.override_transformer_config.mtp_num_layers is above 0": bool(overrides.get("mtp_num_layers")),
+            "megatron.override_transformer_config.moe_router_load_balancing_type is seq_aux_loss": (
+                overrides.get("moe_router_load_balancing_type") == "seq_aux_loss"
+            ),
+        }
+        found += [
+            f"{where}.share_prompts is True, and {where}.{other}, which needs whole sequences; set one of them back"
+            for other, is_set in excluded.items()
+            if self.share_prompts and is_set
+        ]
         if not self.use_dynamic_bsz and not self.ppo_micro_batch_size_per_gpu:
             found.append(
                 f"{where}.ppo_micro_batch_size_per_gpu is empty; give it (samples per micro-batch) or set "

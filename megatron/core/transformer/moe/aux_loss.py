@@ -158,13 +158,17 @@ class TokenRows:
         is_real_T = torch.ones(num_tokens, device=device)
         if params.is_padding_T is not None:
             is_real_T -= params.is_padding_T[mine].to(is_real_T)
+        if params.shared_prompts is not None:
+            assert not by_sequence, "a shared prompt belongs to several sequences"
+            is_real_T *= params.shared_prompts.copies_T[mine].to(is_real_T)
         sequence_T, num_sequences = torch.zeros(num_tokens, dtype=torch.int64), 1
         if by_sequence:
             # Under context parallelism every rank holds the same number of tokens of a sequence, one after another.
             lengths_B = params.cu_seqlens.cpu().diff().long() // groups.cp.size()
             num_sequences = lengths_B.numel()
             sequence_T = torch.arange(num_sequences).repeat_interleave(lengths_B)[mine]
-        return TokenRows(async_h2d(sequence_T, device), num_sequences, is_real_T, params.is_padding_T is not None)
+        is_weighted = params.is_padding_T is not None or params.shared_prompts is not None
+        return TokenRows(async_h2d(sequence_T, device), num_sequences, is_real_T, is_weighted)
 
 
 def collect_moe_aux_losses(model: nn.Module, groups: ProcessGroups) -> dict[str, dict[int, float]]:
