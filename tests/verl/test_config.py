@@ -13,9 +13,13 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from verl.trainer.config import ConfigError, load_config, typed_config, validate_config
+from verl.trainer.config.checks import has_default_names
 from verl.trainer.config.load import to_yaml
 from verl.trainer.config.validate import config_warnings
+from verl.trainer.ppo.algos import ESTIMATORS
 from verl.trainer.ppo.metric_utils import count_samples_above
+from verl.trainer.ppo.policy_losses import LOSSES
+from verl.workers.reward_manager import MANAGERS
 
 RUNNABLE = (
     "data.train_batch_size=16",
@@ -177,6 +181,15 @@ def test_shared_prompts_are_refused_with_what_needs_whole_sequences() -> None:
     for name in ("context_parallel_size is 2", "router_replay.mode is R2", "mtp_num_layers", "seq_aux_loss"):
         assert any("share_prompts is True" in line and name in line for line in text.splitlines()), name
     assert "share_prompts" not in "\n".join(validate_config(load_config([*RUNNABLE, *given])))
+
+
+def test_the_default_names_are_registered() -> None:
+    """A run with the defaults of estimator, loss and reward manager is checked without their registries."""
+    config = load_config(RUNNABLE)
+    assert has_default_names(config)
+    assert config.algorithm.adv_estimator in ESTIMATORS.names
+    assert config.actor_rollout_ref.actor.policy_loss.loss_mode in LOSSES.names
+    assert config.reward_model.reward_manager in MANAGERS.names
 
 
 @pytest.mark.parametrize("experts", ["n_routed_experts", "num_experts", "num_local_experts"])  # by family

@@ -18,8 +18,8 @@ import openai
 import psutil
 import pytest
 
-from recipes.common.launcher.network import accepts_connections
 from tests.vllm.serving import server_process, wait_until, write_served_checkpoint
+from verl.utils.net_utils import accepts_connections
 from vllm import LLM, SamplingParams
 from vllm.entrypoints.openai.api_server import ApiServer, bind, main, serve_in_background
 from vllm.entrypoints.openai.cli_args import ServerArgs, parse_args

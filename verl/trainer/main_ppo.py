@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -27,9 +28,13 @@ from verl.trainer.config import (
 )
 from verl.trainer.config.load import to_yaml
 from verl.utils.disk_space import disk_full_line, is_disk_full
+from verl.utils.net_utils import accepts_connections
 from verl.utils.rank_log import FORMAT
 
 logger = logging.getLogger("verl.trainer.main_ppo")
+
+HEAD_WAIT = "RL_HEAD_WAIT_S"  # variable of a launcher that starts Ray's head beside this process: how long it may take
+HEAD_POLL_S = 0.05
 
 EXIT_BAD_INPUT = 2
 EXIT_WORKER_DIED = 3
@@ -177,11 +182,20 @@ def _init_ray(config: PPOTrainerConfig) -> None:
 
     address = config.ray_kwargs.ray_init.address or os.environ.get("RAY_ADDRESS")
     if address:
+        wait_for_head(address, float(os.environ.get(HEAD_WAIT, 0)))
         ray.init(address=address, log_to_driver=True)
     elif num_cpus := config.ray_kwargs.ray_init.num_cpus:
         ray.init(address="local", num_cpus=num_cpus, include_dashboard=False)
     else:  # Ray joins a cluster that runs on this machine, as after `ray start --head`
         ray.init(include_dashboard=False)
+
+
+def wait_for_head(address: str, timeout_s: float) -> None:
+    """Returns when something listens at ``address``, or after ``timeout_s``: Ray then says what is wrong."""
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + timeout_s
+    while port.isdigit() and time.monotonic() < deadline and not accepts_connections(host, int(port)):
+        time.sleep(HEAD_POLL_S)
 
 
 def _raise_problems(problems: list[str]) -> None:

@@ -36,6 +36,15 @@ def free_ports(count: int, avoid: Iterable[int] = ()) -> list[int]:
     return found
 
 
+def accepts_connections(address: str, port: int, timeout_s: float = 1.0) -> bool:
+    """Whether something listens at ``address:port``."""
+    try:
+        with socket.create_connection((address, port), timeout=timeout_s):
+            return True
+    except OSError:
+        return False
+
+
 def _candidates() -> list[int]:
     """The ports to draw from: all of the range if almost all of it is ephemeral."""
     everything = list(range(_FIRST, _LAST + 1))

@@ -24,6 +24,7 @@ from recipes.common.launcher.node_run import NodeRun, Stopped
 from recipes.common.launcher.output_dir import only_run
 from recipes.common.launcher.parent_death import end_with_parent
 from recipes.common.launcher.print_plan import print_plan
+from recipes.common.launcher.records import Records
 from recipes.common.launcher.settings import (
     NodeRole,
     SettingsError,
@@ -87,7 +88,7 @@ def _run_or_print(recipe: Recipe, arguments: Sequence[str], console: Console) ->
         raise ValueError(_listed(problems))
     with only_run(job.settings.output_dir) if role.is_head else nullcontext():
         if role.is_head and may_plan:
-            plan = first_plan(job)
+            plan = first_plan(job, records=Records(job.settings.output_dir))
             console.print(plan.summary)
             if plan.problems:
                 raise ValueError(f"the run cannot fit (--no-plan starts it all the same):\n{_listed(plan.problems)}")

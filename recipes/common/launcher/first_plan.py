@@ -15,11 +15,15 @@ import psutil
 
 from recipes.common.launcher.job import Job, config_path, model_dimensions
 from recipes.common.launcher.processes import OwnProcesses, python_path
+from recipes.common.launcher.records import Records, files_of
 from recipes.common.recipe import ROOT
+from verl.trainer.config.load import to_yaml
 
 TIMEOUT_S = 900.0  # 671B on 256 dies: a minute of one core
 CUDA_PROFILES = ("GB200", "H200", "H100", "H20")  # words of torch's names of GPUs; in lower case, the profiles' names
 FITS, DOES_NOT_FIT = 0, 1
+RECORD = "plan"
+DEVICE_FILE = "this_machine.toml"
 
 
 @dataclass(frozen=True)
@@ -30,19 +34,37 @@ class FirstPlan:
     problems: tuple[str, ...] = ()
 
 
-def first_plan(job: Job, timeout_s: float = TIMEOUT_S) -> FirstPlan:
-    """Plan the run in a process of its own. A run that cannot be planned is not refused; ``summary`` says why."""
+def first_plan(job: Job, timeout_s: float = TIMEOUT_S, records: Records | None = None) -> FirstPlan:
+    """Plan the run in a process of its own. A run that cannot be planned is not refused; ``summary`` says why.
+
+    ``records`` keep the plan of a run that fits: it takes seconds, and the same run has the same plan.
+    """
     with tempfile.TemporaryDirectory(prefix="first-plan-") as folder:
         scratch = Path(folder)
         try:
             command = plan_command(job, scratch, "--brief", "--output", str(scratch / "plan.json"))
         except ValueError as error:
             return FirstPlan(f"no plan: {error}")
+        made_from = _made_from(job, command, scratch)
+        if records is not None and (known := records.find(RECORD, *made_from)) is not None:
+            return FirstPlan(known)
         try:
             lines = run_planner(command, scratch / "plan.json", timeout_s)
         except ValueError as error:
             return FirstPlan(f"no plan: {error}; the run starts without one")
-        return FirstPlan(lines[0], tuple(json.loads((scratch / "plan.json").read_text(encoding="utf-8"))["problems"]))
+        plan = FirstPlan(lines[0], tuple(json.loads((scratch / "plan.json").read_text(encoding="utf-8"))["problems"]))
+        if records is not None and not plan.problems:
+            records.write(RECORD, plan.summary, *made_from)
+        return plan
+
+
+def _made_from(job: Job, command: list[str], scratch: Path) -> list[object]:
+    """Everything that a plan depends on: the run's config, the planner's command, and the files made for that."""
+    arguments = [text.replace(str(scratch), "") for text in command]
+    made = (scratch / "model" / "config.json", scratch / DEVICE_FILE)
+    texts = [path.read_text(encoding="utf-8") for path in made if path.is_file()]
+    given = [text for text in command if text == job.settings.plan_device]
+    return [to_yaml(job.config), arguments, texts, files_of([str(Path(text).absolute()) for text in given])]
 
 
 def plan_command(job: Job, scratch: Path, *options: str) -> list[str]:
@@ -75,7 +97,7 @@ def device_profile(job: Job, scratch: Path) -> str:
         text = cuda_profile(gpu.name, gpu.total_memory, memory_bytes)
     else:
         text = cpu_profile(memory_bytes, job.npus_per_node)
-    path = scratch / "this_machine.toml"
+    path = scratch / DEVICE_FILE
     path.write_text(text, encoding="utf-8")
     return str(path)
 

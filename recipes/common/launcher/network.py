@@ -62,12 +62,3 @@ def port_problem(name: str, port: int) -> str | None:
             if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
                 holder = f" (pid {connection.pid}, {psutil.Process(connection.pid).name()}, listens there)"
     return f"{name} {port} cannot be used on this machine: {reason}{holder}; set {name} to a free port"
-
-
-def accepts_connections(address: str, port: int, timeout_s: float = 1.0) -> bool:
-    """Whether something listens at ``address:port``."""
-    try:
-        with socket.create_connection((address, port), timeout=timeout_s):
-            return True
-    except OSError:
-        return False

@@ -8,13 +8,15 @@ import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
-from recipes.common.launcher import network, nodes, output_dir, ray_node
+from recipes.common.launcher import nodes, output_dir, ray_node
 from recipes.common.launcher.job import Job
 from recipes.common.launcher.processes import POLL_S, OwnProcesses, RunFailed, how_it_ended, last_lines
+from recipes.common.launcher.records import Records, files_of
 from recipes.common.launcher.settings import NodeRole
 from recipes.common.launcher.stages import Stage, closing_stages, driver_stage, nodes_stage, stages
 from recipes.common.recipe import ROOT
@@ -24,10 +26,12 @@ from verl.trainer.main_ppo import (
     EXIT_DISK_FULL,
     EXIT_INTERRUPTED,
     EXIT_WORKER_DIED,
+    HEAD_WAIT,
     how_to_continue,
     written_folders,
 )
 from verl.utils.disk_space import disk_full_line, has_full_disk, is_disk_full, tells_of_full_disk
+from verl.utils.net_utils import accepts_connections
 from verl.utils.rank_log import LOG_DIR
 
 CAUSE_S = 3.0
@@ -52,6 +56,7 @@ class NodeRun:
         self.driver: subprocess.Popen[bytes] | None = None
         self.stop_signal: signal.Signals | None = None  # asked for, while the step is finished and saved
         self.stop_asked_at = 0.0
+        self.records = Records(job.settings.output_dir)
         if role.is_head:
             self.log_dir = output_dir.new_attempt(job.settings.log_dir)
             self.watch_log = self.log_dir / "nodes_watch.log"
@@ -117,13 +122,12 @@ class NodeRun:
         self.console.rule(f"[bold]{title}[/bold] ({self._elapsed()})")
 
     def _start_ray(self) -> ray_node.RayNode:
-        """Start Ray on this node and wait until the head's port answers."""
+        """Start Ray on this node; ``wait_until_up`` waits for the head."""
         labels: dict[str, str] = {}
         if self.job.nnodes > 1:
             labels = nodes.node_labels(to_yaml(self.job.config), ROOT, self.job.settings.node_rank)
         ray = ray_node.RayNode(self.job, self.role, self.processes, self.environment, self.log_dir, labels)
         self.ray = ray
-        ray.wait_until_up()
         return ray
 
     def _end(self, status: int, reason: str) -> None:
@@ -154,15 +158,19 @@ class NodeRun:
     # The head
 
     def _run_head(self) -> None:
-        """The whole job; nodes come before anything costly, so that a missing one is noticed in time."""
+        """The whole job; nodes come before anything costly, so that a missing one is noticed in time.
+
+        On one node Ray starts beside the stages and the driver's imports: the driver waits until the head answers.
+        """
         self.print(f"logs are in {self.log_dir}")
         self._title("Ray")
-        self._start_ray()
-        self.print(f"Ray's head is up at {ray_node.ray_address(self.job, self.role)}")
+        ray = self._start_ray()
         if self.job.nnodes > 1:
+            ray.wait_until_up()
             self._gather_nodes()
+        self.print(f"Ray's head is at {ray_node.ray_address(self.job, self.role)}")
         for stage in stages(self.job):
-            self._run_stage(stage)
+            self._run_unless_made(stage)
         self._keep_trainings_apart()
         self._run_driver()
         for stage in closing_stages(self.job):
@@ -185,6 +193,17 @@ class NodeRun:
             text = f"OUTPUT_DIR held a training with another seed, data set or model: its results are now in {moved_to}"
             self.print(text, "yellow")
 
+    def _run_unless_made(self, stage: Stage) -> None:
+        """Run one stage, unless the same command has run and nothing that it names has changed since.
+
+        The command would say the same, once it has loaded what it needs for that, which takes seconds.
+        """
+        if stage.skip_reason is None and self.records.find(stage.name, stage.command, files_of(stage.command)):
+            stage = replace(stage, skip_reason="the same command has made it, and no file has changed since")
+        self._run_stage(stage)
+        if stage.skip_reason is None:
+            self.records.write(stage.name, True, stage.command, files_of(stage.command))
+
     def _run_stage(self, stage: Stage) -> None:
         """Run one stage to its end; RunFailed when it fails."""
         self._title(stage.title)
@@ -205,7 +224,8 @@ class NodeRun:
         self._title(stage.title)
         # The driver passes settings on to the workers of all nodes; a node's interface comes from its own Ray.
         environment = {name: value for name, value in self.environment.items() if not name.endswith("_SOCKET_IFNAME")}
-        pid, status, log = self._run_command(stage, {**environment, LOG_DIR: str(self.log_dir)}, self._set_driver)
+        environment |= {LOG_DIR: str(self.log_dir), HEAD_WAIT: str(ray_node.START_TIMEOUT_S)}
+        pid, status, log = self._run_command(stage, environment, self._set_driver)
         if status == 0:
             return
         if status == EXIT_INTERRUPTED or (self.stop_signal and status not in (EXIT_DISK_FULL, EXIT_WORKER_DIED)):
@@ -262,7 +282,7 @@ class NodeRun:
         port, settings = self.job.settings.ray_port, self.job.settings
         self.console.rule(f"[bold]Worker[/bold] {self.role.own_addr}, head {where}")
         deadline = time.monotonic() + settings.head_timeout_s
-        while not network.accepts_connections(head, port):
+        while not accepts_connections(head, port):
             if time.monotonic() > deadline:
                 raise RunFailed(
                     f"the head {where} could not be reached within {settings.head_timeout_s:g} s: is the script "
@@ -271,11 +291,12 @@ class NodeRun:
             time.sleep(POLL_S)
         self.log_dir = output_dir.attempt_of_worker(settings.log_dir, self.role.own_addr)
         ray = self._start_ray()
+        ray.wait_until_up()
         self.print("Ray is starting; the head runs the training and shows its progress")
         answered = time.monotonic()
         while not self._has_ended(ray):
             self._check_grace()
-            if network.accepts_connections(head, port):
+            if accepts_connections(head, port):
                 answered = time.monotonic()
             elif time.monotonic() - answered > settings.lost_timeout_s:
                 raise RunFailed(f"the head {head} went away: it gave no sign of life for {settings.lost_timeout_s:g} s")

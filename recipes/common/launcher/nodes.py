@@ -1,6 +1,7 @@
 """The nodes of a run as Ray sees them: ``join`` waits for all, ``watch`` ends when one is lost, ``end`` ends them all.
 
-Each node's launcher gives its Ray the node's facts as labels; the head compares those of every node with its own.
+Each node's launcher gives its Ray the node's facts as labels; the head compares those of every node with its own. The
+commands alone import Ray: the launcher reads names from this module.
 """
 
 from __future__ import annotations
@@ -17,9 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
+from recipes.common.launcher.records import code_digest
 from tools.doctor.host import version_of
 from vllm_ascend.versions import cann_version
 
@@ -38,13 +37,9 @@ PACKAGES = ("torch", "torch-npu", "transformers", "tensordict", "numpy")
 
 def node_labels(config_text: str, root: Path, node_rank: int | None) -> dict[str, str]:
     """The facts that must be the same on all nodes, and the rank of this one, as labels of Ray."""
-    code = hashlib.sha256()
-    for path in sorted(path for package in root.glob("*/__init__.py") for path in package.parent.rglob("*.py")):
-        if path.relative_to(root).parts[0] != "tests":
-            code.update(str(path.relative_to(root)).encode() + path.read_bytes())
     facts = {
         "configuration": hashlib.sha256(config_text.encode()).hexdigest()[:16],
-        "code": code.hexdigest()[:16],
+        "code": code_digest(root),
         "python": ".".join(map(str, sys.version_info[:3])),
         **{name: version_of(name) for name in PACKAGES},
         "CANN": cann_version(),
@@ -55,6 +50,8 @@ def node_labels(config_text: str, root: Path, node_rank: int | None) -> dict[str
 
 def join(num_nodes: int, timeout_s: float) -> str | None:
     """Wait until Ray has all nodes and they are alike; the problem when that fails."""
+    import ray
+
     deadline = time.monotonic() + timeout_s
     joined: set[str] = set()
     while True:
@@ -97,6 +94,8 @@ def different_labels(head: Mapping[str, str], node: Mapping[str, str]) -> str:
 
 def watch(num_nodes: int) -> str:
     """Return the problem once Ray has lost a node; it finds that out by itself (``ray_node.loss_variables``)."""
+    import ray
+
     watched = {node["NodeID"] for node in _alive_nodes()}
     if len(watched) < num_nodes:
         return f"Ray has {len(watched)} of {num_nodes} nodes"
@@ -109,6 +108,9 @@ def watch(num_nodes: int) -> str:
 
 def end(status: int, reason: str) -> None:
     """Tell the launchers of all other nodes that the run has ended, through a task on each node."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
     task = ray.remote(num_cpus=0, max_retries=0)(_write_end)
     text = json.dumps({"status": status, "reason": reason})
     strategies = (NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in _alive_nodes()[1:])
@@ -124,6 +126,7 @@ def _write_end(text: str) -> None:
 
 def _alive_nodes() -> list[dict[str, Any]]:
     """The head first, the others by rank."""
+    import ray
 
     def order(node: Mapping[str, Any]) -> tuple[bool, int, str]:
         is_head = "node:__internal_head__" in node["Resources"]
@@ -153,6 +156,8 @@ def main() -> int:
     parser.add_argument("--status", type=int, default=1)
     parser.add_argument("--reason", default="")
     args = parser.parse_args()
+    import ray
+
     ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level=logging.ERROR)
     if args.command == "end":
         end(args.status, args.reason)

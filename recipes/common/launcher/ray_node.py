@@ -18,7 +18,7 @@ from recipes.common.launcher import network, nodes, output_dir
 from recipes.common.launcher.job import Job
 from recipes.common.launcher.processes import POLL_S, OwnProcesses, RunFailed, how_it_ended, last_lines, python_path
 from recipes.common.launcher.settings import NodeRole
-from verl.utils.net_utils import LOOPBACK, free_ports
+from verl.utils.net_utils import LOOPBACK, accepts_connections, free_ports
 
 START_TIMEOUT_S = 90.0
 TEMP_PREFIX = "rl_"
@@ -161,7 +161,7 @@ class RayNode:
     def wait_until_up(self) -> None:
         """Wait until the head's port answers; RunFailed when Ray ends first or time runs out."""
         deadline = time.monotonic() + START_TIMEOUT_S
-        while not network.accepts_connections(self._role.master_addr, self._port):
+        while not accepts_connections(self._role.master_addr, self._port):
             if (problem := self.problem()) is not None:
                 raise RunFailed(problem)
             if time.monotonic() > deadline:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
+from verl.trainer.config.algorithm import AlgorithmSection
 from verl.trainer.config.config import PPOTrainerConfig
 from verl.trainer.config.schedule import AsyncTrainingConfig
 from verl.utils.import_utils import import_external_libs
+from verl.workers.config.actor import PolicyLossConfig
+from verl.workers.config.reward_model import RewardModelConfig
 
 
 def schedule_problems(config: PPOTrainerConfig) -> list[str]:
@@ -154,11 +157,23 @@ NOT_IN_A_RUN = {
 }
 
 
+def has_default_names(config: PPOTrainerConfig) -> bool:
+    """Whether estimator, policy loss and reward manager are the defaults of their keys."""
+    return (
+        config.algorithm.adv_estimator == AlgorithmSection.adv_estimator
+        and config.actor_rollout_ref.actor.policy_loss.loss_mode == PolicyLossConfig.loss_mode
+        and config.reward_model.reward_manager == RewardModelConfig.reward_manager
+    )
+
+
 def registry_problems(config: PPOTrainerConfig) -> Iterator[str]:
     """Every name that nothing is registered under, after the import of ``actor_rollout_ref.model.external_lib``.
 
-    The registries are imported here because their entries need torch, which importing the config must not.
+    The registries are imported here because their entries need torch, which importing the config must not. Nor is it
+    needed for the defaults, which are registered.
     """
+    if has_default_names(config) and not config.actor_rollout_ref.model.external_lib:
+        return
     from verl.trainer.ppo.algos import ESTIMATORS
     from verl.trainer.ppo.policy_losses import LOSSES
     from verl.workers.reward_manager import MANAGERS
