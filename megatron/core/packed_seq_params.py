@@ -5,11 +5,36 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
+from megatron.core.utils import async_h2d
+
 if TYPE_CHECKING:
-    from megatron.core.shared_rows import SharedPrompts
     from megatron.core.transformer.moe.router_replay import MicroBatchRouting
+
+
+@dataclass(frozen=True)
+class SharedPrompts:
+    """Sequences of which some begin with the same prompt: T' tokens are computed, of the F in whole sequences.
+
+    On an accelerator ``index_select`` adds the gradients of a token that is taken several times in any order.
+
+    Attributes:
+        computed_F: where each token of the whole sequences, one after another, is among the T', int64 [F].
+        whole_T: where each of the T' is in the whole sequences, at the first that has it, int64 [T'].
+        copies_T: how many tokens of the whole sequences each one is, fp32 [T'].
+    """
+
+    computed_F: Tensor
+    whole_T: Tensor
+    copies_T: Tensor
+
+    def to(self, device: torch.device) -> SharedPrompts:
+        """The same on ``device``, for which the host does not wait."""
+        return SharedPrompts(
+            async_h2d(self.computed_F, device), async_h2d(self.whole_T, device), async_h2d(self.copies_T, device)
+        )
 
 
 @dataclass(frozen=True)

@@ -101,9 +101,9 @@ def test_a_prompt_that_rows_share_is_packed_once_and_taken_by_each() -> None:
     assert bounds[:-1] == whole.packed_seq_params.cu_seqlens.tolist()[:-1]
     num_real = bounds[-2]
     for name in ("input_ids_T", "position_ids_T"):
-        expanded = prompts.expanded.take(getattr(shared, name))
+        expanded = getattr(shared, name)[prompts.computed_F]
         assert torch.equal(expanded[:num_real], getattr(whole, name)[:num_real])
-        assert torch.equal(prompts.owners.take(expanded), getattr(shared, name))
+        assert torch.equal(expanded[prompts.whole_T], getattr(shared, name))
     assert torch.equal(shared.labels_S, whole.labels_S)
     assert torch.equal(shared.input_ids_T[shared.positions_S], whole.input_ids_T[whole.positions_S])
     assert prompts.copies_T.sum() == bounds[-1]

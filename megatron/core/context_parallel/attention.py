@@ -51,8 +51,8 @@ class ContextParallelAttention:
             k = keys_of(block)
             if shared is None:
                 return self.ops.core_attention(q, k, v, *bounds, self.scale, True)
-            q, k, v = (shared.expanded.take(rows) for rows in (q, k, v))
-            return shared.owners.take(self.ops.core_attention(q, k, v, *bounds, self.scale, True))
+            q, k, v = (rows.index_select(0, shared.computed_F) for rows in (q, k, v))
+            return self.ops.core_attention(q, k, v, *bounds, self.scale, True).index_select(0, shared.whole_T)
         assert params.shared_prompts is None, "context-parallel ranks share whole sequences, not their prompts"
         shard = self._shard(q, params)
         if self.cp_comm_type == "a2a":

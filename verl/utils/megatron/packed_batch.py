@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.context_parallel import zigzag_indices
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.shared_rows import SharedPrompts, TakenRows
+from megatron.core.packed_seq_params import PackedSeqParams, SharedPrompts
 from megatron.core.transformer.moe.router_replay import MicroBatchRouting
 from megatron.core.utils import async_h2d
 
@@ -29,7 +28,7 @@ class PackedMicroBatch:
         token_rows_N, token_cols_N, token_positions_N: row, column of the padded batch (prompt included) and packed
             position of every real token here, int64 [N] on the host.
         places_2S: ``rows_S`` and ``cols_S`` where the loss is computed, int64 [2, S].
-        scored_rows: the packed position whose logits predict each scored token.
+        positions_S: the packed position whose logits predict a scored token, int64 [S].
         labels_S: the scored tokens, int64 [S].
         input_ids_T, position_ids_T: int64 [T].
         packed_seq_params: cumulative lengths of the whole sequences, on the host; the last one may be a dummy.
@@ -41,7 +40,7 @@ class PackedMicroBatch:
     token_cols_N: Tensor
     token_positions_N: Tensor
     places_2S: Tensor
-    scored_rows: TakenRows
+    positions_S: Tensor
     labels_S: Tensor
     input_ids_T: Tensor
     position_ids_T: Tensor
@@ -50,11 +49,6 @@ class PackedMicroBatch:
     @property
     def num_tokens(self) -> int:
         return int(self.input_ids_T.numel())
-
-    @property
-    def positions_S(self) -> Tensor:
-        """The packed position whose logits predict a scored token, int64 [S]."""
-        return self.scored_rows.index_F
 
     @property
     def loss_mask_T(self) -> Tensor:
@@ -68,14 +62,15 @@ class PackedMicroBatch:
             return self
         params = self.packed_seq_params
         is_padding_T = () if params.is_padding_T is None else (params.is_padding_T.long(),)
-        parts = (self.places_2S.flatten(), self.labels_S, self.input_ids_T, self.position_ids_T, *is_padding_T)
+        tokens = (self.input_ids_T, self.position_ids_T, *is_padding_T)
+        parts = (self.places_2S.flatten(), self.positions_S, self.labels_S, *tokens)
         moved = async_h2d(torch.cat(parts), device).split([len(part) for part in parts])
-        places, labels_S, ids_T, position_ids_T, *padding = moved
+        places, positions_S, labels_S, ids_T, position_ids_T, *padding = moved
         shared = params.shared_prompts
         return replace(
             self,
             places_2S=places.view(2, -1),
-            scored_rows=self.scored_rows.to(device),
+            positions_S=positions_S,
             labels_S=labels_S,
             input_ids_T=ids_T,
             position_ids_T=position_ids_T,
@@ -169,7 +164,7 @@ def pack_micro_batch(
         token_cols_N=cols_n[is_here_n],
         token_positions_N=local_F[positions_n[is_here_n]],
         places_2S=places_2S,
-        scored_rows=TakenRows.of(local_F[positions_s[is_here_s]], order_T.numel()),
+        positions_S=local_F[positions_s[is_here_s]],
         labels_S=ids_F[positions_s[is_here_s] + 1],
         input_ids_T=ids_F[order_T],
         position_ids_T=position_ids_F[order_T],
@@ -184,11 +179,7 @@ def pack_micro_batch(
 
 def _shared_prompts(local_F: Tensor, order_T: Tensor) -> SharedPrompts:
     """local_F: where each token of the whole sequences is computed; order_T: which of them each computed one is."""
-    return SharedPrompts(
-        expanded=TakenRows.of(local_F, order_T.numel()),
-        owners=TakenRows.of(order_T, local_F.numel()),
-        copies_T=torch.bincount(local_F, minlength=order_T.numel()).float(),
-    )
+    return SharedPrompts(local_F, order_T, torch.bincount(local_F, minlength=order_T.numel()).float())
 
 
 def _first_with_prompt(prompts_bP: Tensor, mask_bP: Tensor) -> Tensor:

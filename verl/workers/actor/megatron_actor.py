@@ -284,7 +284,7 @@ class MegatronPPOActor(BasePPOActor):
                 micro.position_ids_T,
                 micro.packed_seq_params,
                 loss_mask_T=loss_mask_T,
-                scored_rows=micro.scored_rows,
+                scored_S=micro.positions_S,
             )
             return output, lambda logits_SV: loss_func(logits_SV, micro)
 

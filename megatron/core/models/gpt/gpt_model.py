@@ -15,7 +15,6 @@ from megatron.core.ops import TrainOps
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_layout import ParallelLayout
 from megatron.core.parallel_state import ProcessGroups
-from megatron.core.shared_rows import TakenRows
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.weight_init import WeightInit, init_weights
@@ -102,15 +101,15 @@ class GPTModel(nn.Module):
         packed_seq_params: PackedSeqParams,
         labels_T: Tensor | None = None,
         loss_mask_T: Tensor | None = None,
-        scored_rows: TakenRows | None = None,
+        scored_S: Tensor | None = None,
     ) -> Tensor:
         """All TP ranks pass the same T ids (T a multiple of TP: append a dummy sequence to ``cu_seqlens``).
 
         Last stage: logits [T, V/TP] in the params dtype, or with labels the loss float32 [T]. Other stages: the hidden
         state [T/TP, H]. Stages after the first read theirs from ``set_input_tensor``.
 
-        scored_rows: the S of the T tokens whose logits are wanted; then these are [S, V/TP]. In reinforcement learning
-        no prediction inside a prompt is scored, and without tensor parallelism its logits are not computed.
+        scored_S: int64, the S of the T tokens whose logits are wanted; then these are [S, V/TP]. Reinforcement learning
+        scores no prediction inside a prompt, and without tensor parallelism its logits are not computed.
 
         In training the losses of multi-token prediction are attached to the result (``MultiTokenPredictionBlock``);
         loss_mask_T, the weight of each token's own prediction, is for them only: the caller weights the main loss.
@@ -131,12 +130,12 @@ class GPTModel(nn.Module):
             hidden_TH = self.mtp(*inputs, embed=self.embedding, token_losses=self._token_losses)
         if labels_T is not None:
             return self._token_losses(hidden_TH, labels_T)
-        if scored_rows is None:
+        if scored_S is None:
             return self._logits(hidden_TH)
         # The layer gathers the tokens of tensor-parallel ranks; a matmul of no rows is left to no device.
-        if tp_size > 1 or not len(scored_rows.index_F):
-            return scored_rows.take(self._logits(hidden_TH))
-        return self._logits(scored_rows.take(hidden_TH))
+        if tp_size > 1 or not len(scored_S):
+            return self._logits(hidden_TH).index_select(0, scored_S)
+        return self._logits(hidden_TH.index_select(0, scored_S))
 
     def _logits(self, hidden_TH: Tensor) -> Tensor:
         weight = self.shared_embedding_or_output_weight() if self.is_output_tied else None
