@@ -39,6 +39,23 @@ def test_every_rank_gets_its_share_of_the_same_mini_batches(num_ranks: int) -> N
     assert unbalanced[: 32 // num_ranks] == list(range(32 // num_ranks))
 
 
+def test_groups_stay_together_where_they_divide_over_the_ranks() -> None:
+    lengths = lengths_like_math_answers(64)
+    order = balanced_order(lengths, 2, rows_per_mini_batch=32, group_size=4)
+    assert sorted(order) == list(range(64))
+    assert all(order[i : i + 4] == list(range(order[i], order[i] + 4)) for i in range(0, 64, 4))
+    for mini_batch in range(2):
+        rows = [order[rank * 32 + mini_batch * 16 :][:16] for rank in range(2)]
+        assert sorted(rows[0] + rows[1]) == list(range(mini_batch * 32, mini_batch * 32 + 32))
+        loads = [sum(lengths[row] for row in share) for share in rows]
+        assert max(loads) <= 1.2 * sum(loads) / 2
+    # Eight groups do not divide over 16 ranks, and a shuffle mixes rows.
+    assert balanced_order(lengths, 16, 32, group_size=4) == balanced_order(lengths, 16, 32)
+    assert balanced_order(lengths, 2, 32, group_size=4, shuffle_seed=1) == balanced_order(
+        lengths, 2, 32, shuffle_seed=1
+    )
+
+
 @pytest.mark.parametrize("max_sum", [4096, 6000, 10**6])
 def test_micro_batches_keep_to_the_budget_and_are_balanced(max_sum: int) -> None:
     lengths = lengths_like_math_answers(200)

@@ -81,13 +81,20 @@ def balanced_order(
     *,
     balance: bool = True,
     shuffle_seed: int | None = None,
+    group_size: int = 1,
 ) -> list[int]:
     """Returns an order of the rows in which each of ``num_ranks`` equal parts is one rank's share of each mini-batch.
 
     A mini-batch is the next ``rows_per_mini_batch`` rows of the batch (with a seed: of the shuffled batch), whatever
     the number of ranks: an update learns from the same rows in every layout. Its rows are assigned to ranks by length,
-    or in order without ``balance``.
+    or in order without ``balance``. Groups of ``group_size`` rows, one after another, stay together where the groups of
+    a mini-batch divide over the ranks and nothing is shuffled.
     """
+    if group_size > 1 and shuffle_seed is None and rows_per_mini_batch % (group_size * num_ranks) == 0:
+        firsts = range(0, len(seqlen_list), group_size)
+        sums = [sum(seqlen_list[first : first + group_size]) for first in firsts]
+        groups = balanced_order(sums, num_ranks, rows_per_mini_batch // group_size, balance=balance)
+        return [firsts[group] + row for group in groups for row in range(group_size)]
     order = list(range(len(seqlen_list)))
     if shuffle_seed is not None:
         random.Random(shuffle_seed).shuffle(order)

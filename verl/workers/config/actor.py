@@ -122,8 +122,8 @@ class ActorConfig(Section):
         recompute_old_log_prob: compute log-probs before the update: ``auto`` and ``False`` only if they differ from
             those of the update itself, ``True`` always.
         share_prompts: compute a prompt once for all of its samples in a micro-batch; attention alone sees whole
-            samples. It changes rounding, and nothing else. Not with context parallelism, multi-token prediction,
-            ``seq_aux_loss`` or replayed routing.
+            samples, and a rank gets all samples of a prompt. It changes rounding, and nothing else. Not with context
+            parallelism, multi-token prediction, ``seq_aux_loss`` or replayed routing.
         load_weight: load the weights; False initialises actor and reference at random.
     """
 
