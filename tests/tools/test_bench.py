@@ -32,6 +32,34 @@ def test_training_beside_transformers(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "x peak memory" in capsys.readouterr().out
 
 
+def test_profile_of_a_training_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "profile.json"
+    options = f"{TINY} --threads 1 --profile --engines megatron-lean,megatron-fp32 --json {file}"
+    assert train.main(options.split()) == 0
+    lean, plain = json.loads(file.read_text())
+    assert (lean["engine"], plain["engine"]) == ("megatron, bf16 moments", "megatron, fp32")
+    assert {op["phase"] for op in plain["ops"]} == {"forward", "backward", "update"}
+    assert {op["phase"] for op in lean["ops"]} == {"forward", "recompute", "backward", "update"}
+    assert 0 < plain["explained"] <= 1
+    # The products are all of the model's, and each is found where its weight is, forward and backward.
+    forward, backward = (_flops(plain, phase) for phase in ("forward", "backward"))
+    hf = parsed(small_config(64, 2, 8, 64))
+    batch = [32] * 3
+    assert sum(forward.values()) + sum(backward.values()) == pytest.approx(matmul_flops(hf, batch), rel=0.05)
+    for part in ("output_layer", "decoder.layers.mlp.experts", "decoder.layers.mlp.linear_fc1"):
+        assert backward[part] == 2 * forward[part] > 0
+    assert "decoder.layers.mlp.experts" in capsys.readouterr().out
+
+
+def _flops(profile: dict, phase: str) -> dict[str, float]:
+    """Floating-point operations of the phase by part of the model."""
+    found: dict[str, float] = {}
+    for op in profile["ops"]:
+        if op["phase"] == phase:
+            found[op["part"]] = found.get(op["part"], 0.0) + op["flops"]
+    return found
+
+
 def test_an_unknown_engine_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert train.main(["--engines", "megatron,deepspeed"]) == 2
     assert "deepspeed" in capsys.readouterr().err

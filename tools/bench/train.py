@@ -1,5 +1,8 @@
 """``python -m tools.bench.train``: tokens per second, peak memory and use of the matmul peak, beside transformers.
 
+``--profile`` shows where the time of our engine's step goes instead: every operation with its bytes and floating-point
+operations, beside the least time that they take at the machine's rates.
+
 Every engine lives in a process of its own with the same CPUs, threads and allocator; the engines of a
 group are alive together and take their steps in turns on the same sequences, so that whatever else the machine does
 meets all of them. Figures are medians; ratios are of medians within a group. At the default size the default group, all
@@ -20,8 +23,16 @@ from typing import Any
 from tools.bench.models import Batch, matmul_flops, mixed_lengths, parsed, random_batch, small_config
 from tools.bench.options import aligned, parser_of, refused, thread_problems, unknown_choices, write_report
 from tools.bench.remote import EngineProcess, EngineSpec, allocator_name, cpus_for, report_progress
+from tools.bench.train_profile import profile_table, with_limits
 
-ENGINES = ("megatron", "megatron-lean", "transformers-bf16", "transformers-autocast", "transformers-fp32")
+ENGINES = (
+    "megatron",
+    "megatron-lean",
+    "megatron-fp32",
+    "transformers-bf16",
+    "transformers-autocast",
+    "transformers-fp32",
+)
 PROGRAM = "train_engines.py"
 COLUMNS = {
     "engine": "<60",
@@ -47,6 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         mixed = mixed_lengths(options.tokens, options.length, step)
         batches["equal"].append(random_batch(equal, options.vocab_size, step))
         batches["mixed"].append(random_batch(mixed, options.vocab_size, step))
+    if options.profile:
+        ours = [name for name in ENGINES if name in engines and name.startswith("megatron")]
+        write_report(options.json, _profiles(ours, raw, batches, options))
+        return 0
     reports = []
     for group in options.engines:
         rows = _measured(group.split(","), raw, batches, options)
@@ -71,9 +86,32 @@ def _options() -> argparse.ArgumentParser:
     mixed = "who also steps on mixed lengths, packed (only megatron) and padded (default: megatron)"
     parser.add_argument("--mixed", choices=("none", "megatron", "all"), default="megatron", help=mixed)
     default = "megatron-lean,transformers-bf16"
+    parser.add_argument("--profile", action="store_true", help="where our engines' time goes, operation by operation")
     groups = f"groups of engines, each comma-separated, of {', '.join(ENGINES)} (default: {default})"
     parser.add_argument("--engines", nargs="+", default=[default], metavar="GROUP", help=groups)
     return parser
+
+
+def _profiles(
+    engines: list[str], raw: dict[str, Any], batches: dict[str, list[Batch]], options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Print and return the profile of one step of each of our engines, on sequences of equal length."""
+    profiles = []
+    first, second = (batch.sequences for batch in batches["equal"][:2])
+    for engine in engines:
+        with ExitStack() as stack:
+            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-train-")))
+            process = stack.enter_context(_started(engine, raw, options, scratch))
+            process.ask("profile", sequences=first)  # warms up engine and profile
+            profiles.append(with_limits({"engine": process.name} | process.ask("profile", sequences=second)))
+        print(profile_table(profiles[-1]), flush=True)
+    return profiles
+
+
+def _started(engine: str, raw: dict[str, Any], options: argparse.Namespace, scratch: Path) -> EngineProcess:
+    settings = {"model": raw, "train_ops": options.train_ops, "micro_tokens": options.micro_tokens}
+    spec = EngineSpec(engine, settings, is_ours=True)
+    return EngineProcess(PROGRAM, spec, cpus_for(options.threads), scratch)
 
 
 def _measured(
@@ -88,14 +126,9 @@ def _measured(
     cases = [(engine, "equal", engine in ours) for engine in engines]
     cases += [(engine, "mixed", False) for engine in mixed]
     cases += [(engine, "mixed", True) for engine in ours if engine in mixed]
-    settings = {"model": raw, "train_ops": options.train_ops, "micro_tokens": options.micro_tokens}
-    cpus = cpus_for(options.threads)
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-train-")))
-        processes = {
-            name: stack.enter_context(EngineProcess(PROGRAM, EngineSpec(name, settings, is_ours=True), cpus, scratch))
-            for name in engines
-        }
+        processes = {name: stack.enter_context(_started(name, raw, options, scratch)) for name in engines}
         rows: list[dict[str, Any]] = [
             {"engine": processes[engine].name, "batch": kind, "is_packed": is_packed, "answers": []}
             for engine, kind, is_packed in cases
@@ -127,7 +160,10 @@ def _report(
         row["tokens_per_cpu_s"] = sum(batch.num_tokens for batch in timed) / sum(row["cpu_seconds"])
         flops = [matmul_flops(hf, list(map(len, batch.sequences))) for batch in timed]
         used = zip(flops, row["seconds"], row["matmul_peaks"], strict=True)
-        row["matmul_use"] = median(f / s / max(peaks.values()) for f, s, peaks in used)
+        is_fp32 = " fp32" in row["engine"] and "moments" not in row["engine"]
+        row["matmul_use"] = median(
+            f / s / (peaks["float32"] if is_fp32 else max(peaks.values())) for f, s, peaks in used
+        )
     every = [peaks for row in rows for peaks in row["matmul_peaks"]]
     peaks = {dtype: median(peak[dtype] for peak in every) for dtype in every[0]}
     return {
@@ -152,7 +188,7 @@ def _table(report: dict[str, Any]) -> str:
     return "\n".join(
         [
             f"{machine['threads']} threads; allocator {report['allocator']}; matmul peak: {peaks}",
-            "use: share of the higher peak, measured right before the step; padding is not counted as work",
+            "use: share of the higher peak (fp32 engines: of fp32's) right before the step; padding is no work",
             *aligned(COLUMNS, cells),
             *(_ratios(row, other) for row in ours for other in rows if _is_beside(other, row)),
         ]

@@ -5,7 +5,9 @@ Run as a program: ``python train_engines.py OPTIONS``; see ``engine_server``.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from engine_server import Stopwatch, best_seconds, serve
+from op_profile import OpProfile
 from torch import nn
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -31,14 +34,16 @@ LEARNING_RATE, WEIGHT_DECAY, BETAS = 1e-5, 0.1, (0.9, 0.95)
 class MegatronEngine:
     """This repository's engine in one process, with fp32 master weights.
 
-    Gradients and moments are fp32 too, unless ``is_lean``: then they are bfloat16 (each update still runs in fp32), and
-    backward makes norms, activations and up-projections again instead of keeping them.
+    ``form`` "": weights in bfloat16, gradients and moments in fp32. "lean": gradients and moments in bfloat16 too (each
+    update still runs in fp32), and backward makes norms, activations and up-projections again instead of keeping them.
+    "fp32": everything in fp32.
     """
 
-    def __init__(self, raw: dict[str, Any], train_ops: str, tokens_per_micro_batch: int, is_lean: bool) -> None:
+    def __init__(self, raw: dict[str, Any], train_ops: str, tokens_per_micro_batch: int, form: str) -> None:
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        self.name = f"megatron, {'bf16' if is_lean else 'fp32'} moments"
+        is_lean = form == "lean"
+        self.name = "megatron, fp32" if form == "fp32" else f"megatron, {'bf16' if is_lean else 'fp32'} moments"
         self.tokens_per_micro_batch = tokens_per_micro_batch
         self.groups = initialize_model_parallel()
         ops, hf = resolve(train_ops), parsed(raw)
@@ -46,7 +51,7 @@ class MegatronEngine:
             hf,
             self.groups,
             ops,
-            params_dtype=torch.bfloat16,
+            params_dtype=torch.float32 if form == "fp32" else torch.bfloat16,
             calculate_per_token_loss=True,
             recompute_granularity="selective" if is_lean else None,
             recompute_modules=LEAN_RECOMPUTE,
@@ -71,6 +76,22 @@ class MegatronEngine:
 
         Without packing every micro-batch is padded to its longest sequence.
         """
+        loss = self._gradients(batch, is_packed)
+        self.optimizer.step()
+        return loss
+
+    def profile(self, batch: Batch) -> dict[str, Any]:
+        """One packed step: its seconds, and what each of its operations took."""
+        with OpProfile() as profile:
+            profile.watch(self.model.module)
+            start = time.perf_counter()
+            self._gradients(batch, is_packed=True)
+            profile.phase = "update"
+            self.optimizer.step()
+            seconds = time.perf_counter() - start
+        return {"seconds": seconds, "ops": [asdict(cost) for cost in profile.costs.values()]}
+
+    def _gradients(self, batch: Batch, is_packed: bool) -> float:
         num_labels = batch.num_tokens - len(batch.sequences)
         micro_batches = list(_micro_batches(batch, self.tokens_per_micro_batch, is_packed))
 
@@ -94,7 +115,6 @@ class MegatronEngine:
             micro_batch_size=1,
         )
         finalize_model_grads(self.model, self.groups)
-        self.optimizer.step()
         return sum(losses)
 
 
@@ -202,7 +222,7 @@ class TimedEngine:
         kind, _, precision = options["engine"].partition("-")
         self.engine: MegatronEngine | TransformersEngine
         if kind == "megatron":
-            self.engine = MegatronEngine(raw, options["train_ops"], micro_tokens, is_lean=precision == "lean")
+            self.engine = MegatronEngine(raw, options["train_ops"], micro_tokens, precision)
         else:
             experts, attention = fastest_variant(raw, precision, micro_tokens)
             self.engine = TransformersEngine(raw, precision, experts, attention, micro_tokens)
@@ -215,6 +235,12 @@ class TimedEngine:
         loss = self.engine.step(Batch(tuple(map(tuple, sequences))), is_packed)
         return stopwatch.read() | {"loss": loss}
 
+    def profile(self, sequences: list[list[int]]) -> dict[str, Any]:
+        """One packed step by operation, and the least time of each at the rates measured right before it."""
+        assert isinstance(self.engine, MegatronEngine), "only our engine's step is profiled"
+        rates = {"peaks": self.matmul_peaks(), "bytes_per_s": _copy_rate()}
+        return rates | self.engine.profile(Batch(tuple(map(tuple, sequences))))
+
     def matmul_peaks(self) -> dict[str, float]:
         """Floating-point operations per second of large square matmuls, the best of several, by dtype."""
         peaks = {}
@@ -223,6 +249,13 @@ class TimedEngine:
             seconds = best_seconds(lambda left=left, right=right: left @ right, 3)
             peaks[str(dtype).removeprefix("torch.")] = 2 * 2048**3 / seconds
         return peaks
+
+
+def _copy_rate() -> float:
+    """Bytes read and written per second by a copy that no cache holds, the best of several."""
+    source = torch.ones(1 << 26)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / best_seconds(lambda: target.copy_(source), 4)
 
 
 if __name__ == "__main__":
