@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from hf_formats.fp8 import BLOCK, Fp8Blocks, row_scales
-from megatron.core.ops.cpu import instructions
+from megatron.core.ops.cpu.instructions import instructions
 from mindspeed_llm.weight_source import CopyValues, Origin, copy_values
 
 KernelsName = Literal["native", "torch"]

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatron.core.ops import reference_ops
-from megatron.core.ops.cpu import cpu_ops, multiplies_bfloat16
+from megatron.core.ops import TrainOps, reference_ops
+from megatron.core.ops.cpu import cpu_ops
+from megatron.core.ops.cpu.instructions import multiplies_bfloat16
 
 CPU, REFERENCE = cpu_ops(), reference_ops()
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -40,6 +41,68 @@ def test_attention_of_sequences_of_several_lengths(
         return ops.core_attention(q, k, v, bounds, 9, 0.3, causal)
 
     _assert_same(run, dtype, (20, 4, 8), (20, kv_heads, 8), (20, kv_heads, value_size))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_attention_of_long_and_short_sequences(dtype: torch.dtype, causal: bool, kv_heads: int) -> None:
+    """One of several tiles, one of a tile and a row, and short ones that are padded together."""
+    lengths = torch.tensor([0, 300, 7, 129, 5, 128, 7, 1, 30])
+    bounds = lengths.cumsum(0).int()
+    size = int(bounds[-1])
+
+    def run(ops: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return ops.core_attention(q, k, v, bounds, 300, 0.3, causal)
+
+    _assert_same(run, dtype, (size, 4, 8), (size, kv_heads, 8), (size, kv_heads, 6))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("width", [24, 768])
+def test_norm_of_a_part_of_rows(dtype: torch.dtype, width: int) -> None:
+    """As the latent norm has it: rows of a wider tensor; and heads, which are rows of a third dimension."""
+    _assert_same(lambda ops, x, w: ops.rms_norm(x[:, :width], w, 1e-6), dtype, (70, width + 8), (width,))
+    _assert_same(lambda ops, x, w: ops.rms_norm(x.transpose(0, 1), w, 1e-6), dtype, (3, 9, width), (width,))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("width", [6, 1024])
+def test_swiglu(dtype: torch.dtype, width: int) -> None:
+    _assert_same(lambda ops, x: ops.swiglu(x), dtype, (50, width))
+    _assert_same(lambda ops, x: ops.swiglu(40 * x), dtype, (50, width))  # sigmoids of almost 0 and 1
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_rotary_of_a_part_of_heads(dtype: torch.dtype) -> None:
+    angle = torch.randn(30, 8)
+    cos, sin = angle.cos(), angle.sin()
+    _assert_same(lambda ops, x: ops.rotary_interleaved(x[..., 8:], cos, sin), dtype, (30, 5, 24))
+    _assert_same(lambda ops, x: ops.rotary_interleaved(x, cos, sin), dtype, (30, 1, 16))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("size", [6, 300])
+def test_tokens_by_expert_and_back(dtype: torch.dtype, size: int) -> None:
+    indices = torch.rand(40, 8, generator=torch.Generator().manual_seed(1)).topk(3).indices
+    probs = torch.rand(40, 3, generator=torch.Generator().manual_seed(2))
+
+    def there_and_back(ops: TrainOps, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        permuted, row_map = ops.token_permute(x, indices)
+        return ops.token_unpermute(permuted * rows, row_map, probs)
+
+    _assert_same(there_and_back, dtype, (40, size), (120, size))
+
+
+def test_gradient_of_the_weights_of_experts() -> None:
+    indices = torch.tensor([[0, 2], [1, 0], [2, 1]])
+    found = []
+    for ops in (CPU, REFERENCE):
+        probs = torch.tensor([[0.1, 0.9], [0.5, 0.5], [1.0, 0.0]], requires_grad=True)
+        rows, row_map = ops.token_permute(torch.arange(12.0).view(3, 4), indices)
+        (ops.token_unpermute(rows, row_map, probs) * torch.arange(12.0).view(3, 4)).sum().backward()
+        found.append(probs.grad)
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -14,8 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.core.ops import cpu, reference
+from megatron.core.ops import reference
 from megatron.core.ops.contract import TrainOps
+from megatron.core.ops.cpu import cpu_ops
+from megatron.core.ops.cpu.attention import core_attention as cpu_attention
 from megatron.core.ops.reference_moe import GroupedMatmulFunction
 from megatron.core.ops.reference_moe import token_unpermute as reference_token_unpermute
 from megatron.core.ops.reference_moe import topk_router as reference_topk_router
@@ -27,7 +29,7 @@ _MAX_RECTANGLE = 1 << 24  # query elements that are copied at a time: 64 MiB
 
 def exact_ops() -> TrainOps:
     """Return the exact table. Attention in blocks (context parallelism) has no exact form and stays the reference."""
-    table = cpu.cpu_ops()
+    table = cpu_ops()
     entries: dict[str, Any] = {
         "rms_norm": rms_norm,
         "swiglu": swiglu,
@@ -68,7 +70,7 @@ def core_attention(
 ) -> Tensor:
     return _differentiable(
         lambda q, k, v: _attention(q, k, v, cu_seqlens, scale, causal),
-        lambda q, k, v: cpu.core_attention(q, k, v, cu_seqlens, max_seqlen, scale, causal),
+        lambda q, k, v: cpu_attention(q, k, v, cu_seqlens, max_seqlen, scale, causal),
         q,
         k,
         v,

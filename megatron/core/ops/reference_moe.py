@@ -57,10 +57,15 @@ def _keep_best_groups(choice_TE: Tensor, num_groups: int, group_topk: int, best_
 
 def token_permute(tokens_TH: Tensor, indices_TK: Tensor) -> tuple[Tensor, Tensor]:
     """See ``contract.TokenPermute``; here row_map[t*K + k] is the row of choice k of token t."""
-    order = indices_TK.flatten().argsort(stable=True)
-    row_map = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
+    order, row_map = expert_order(indices_TK)
     rows: Tensor = _Permute.apply(tokens_TH, order, row_map, indices_TK.shape[1])
     return rows, row_map
+
+
+def expert_order(indices_TK: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which choice (t*K + k) each row is, by expert and stable, and the row of each choice; int64 [T*K]."""
+    order = indices_TK.flatten().argsort(stable=True)
+    return order, torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
 
 
 def token_unpermute(rows: Tensor, row_map: Tensor, probs_TK: Tensor | None = None, topk: int = 1) -> Tensor:

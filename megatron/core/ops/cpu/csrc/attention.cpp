@@ -1,0 +1,214 @@
+// Attention of packed sequences in float32; a thread takes a head of a sequence and some of its queries at a time.
+// Letters: L tokens of a sequence, N query heads, M heads of keys and values, D and E their head sizes.
+#include <cmath>
+#include <memory>
+
+#include "values.h"
+
+typedef float vf __attribute__((vector_size(64)));
+constexpr long LANES = 16;
+constexpr long QUERIES = 64;  // whose scores are in memory at a time
+
+static inline vf load(const float* p) {
+  vf v;
+  std::memcpy(&v, p, sizeof(v));
+  return v;
+}
+static inline void store(float* p, vf v) { std::memcpy(p, &v, sizeof(v)); }
+static inline long whole(long n) { return (n + LANES - 1) / LANES * LANES; }
+
+// ROWS x (COLUMNS * LANES) of c = a b, or with ADDS of c += a b; a's element (i, k) is at i * row_step + k * step.
+template <bool ADDS, int ROWS, int COLUMNS>
+static inline void product_block(const float* a, long row_step, long step, const float* b, long b_row, float* c, long c_row, long K) {
+  vf sum[ROWS][COLUMNS] = {};
+  if constexpr (ADDS)
+    for (int i = 0; i < ROWS; ++i)
+      for (int j = 0; j < COLUMNS; ++j) sum[i][j] = load(c + i * c_row + j * LANES);
+  for (long k = 0; k < K; ++k)
+    for (int j = 0; j < COLUMNS; ++j) {
+      const vf right = load(b + k * b_row + j * LANES);
+      for (int i = 0; i < ROWS; ++i) sum[i][j] += a[i * row_step + k * step] * right;
+    }
+  for (int i = 0; i < ROWS; ++i)
+    for (int j = 0; j < COLUMNS; ++j) store(c + i * c_row + j * LANES, sum[i][j]);
+}
+
+// The same for c [rows, columns]; columns is a multiple of LANES.
+template <bool ADDS>
+static inline void product(long rows, const float* a, long row_step, long step, const float* b, long b_row, float* c, long c_row,
+                           long columns, long K) {
+  for (long j = 0; j < columns; j += 2 * LANES) {
+    const bool is_pair = columns - j > LANES;
+    for (long i = 0; i < rows;) {
+      const float* from = a + i * row_step;
+      float* to = c + i * c_row + j;
+      if (rows - i >= 4) {
+        is_pair ? product_block<ADDS, 4, 2>(from, row_step, step, b + j, b_row, to, c_row, K)
+                : product_block<ADDS, 4, 1>(from, row_step, step, b + j, b_row, to, c_row, K);
+        i += 4;
+      } else {
+        is_pair ? product_block<ADDS, 1, 2>(from, row_step, step, b + j, b_row, to, c_row, K)
+                : product_block<ADDS, 1, 1>(from, row_step, step, b + j, b_row, to, c_row, K);
+        ++i;
+      }
+    }
+  }
+}
+
+// One head of one sequence as float32 rows of a multiple of LANES, zeros at the end.
+template <class T>
+static inline void take(const T* x, long token_stride, long L, long D, float* rows) {
+  for (long t = 0; t < L; ++t) {
+    for (long d = 0; d < D; ++d) rows[t * whole(D) + d] = wide(x[t * token_stride + d]);
+    for (long d = D; d < whole(D); ++d) rows[t * whole(D) + d] = 0;
+  }
+}
+template <class T>
+static inline void put(const float* rows, long L, long D, T* x, long token_stride) {
+  for (long t = 0; t < L; ++t)
+    for (long d = 0; d < D; ++d) x[t * token_stride + d] = narrow<T>(rows[t * whole(D) + d]);
+}
+static inline void transpose(const float* rows, long L, long D, float* columns) {  // [L, D] -> [D, L], both padded
+  for (long d = 0; d < D; ++d) {
+    for (long t = 0; t < L; ++t) columns[d * whole(L) + t] = rows[t * whole(D) + d];
+    for (long t = L; t < whole(L); ++t) columns[d * whole(L) + t] = 0;
+  }
+}
+
+// weights [count, L]: softmax(q k^T scale) of the queries from ``first`` on, with zeros where a causal query sees no key.
+static void weigh(const float* q, const float* k_columns, long first, long count, long L, long D, float scale, bool causal,
+                  float* weights) {
+  const long row = whole(L);
+  for (long i = 0; i < count; i += 4) {
+    const long rows = count - i < 4 ? count - i : 4, end = causal ? first + i + rows : L;
+    product<false>(rows, q + (first + i) * whole(D), whole(D), 1, k_columns, row, weights + i * row, row, whole(end), D);
+    for (long r = i; r < i + rows; ++r) {
+      float* w = weights + r * row;
+      const long seen = causal ? first + r + 1 : L;
+      float most = w[0], sum = 0;
+#pragma omp simd reduction(max : most)
+      for (long j = 0; j < seen; ++j) most = w[j] > most ? w[j] : most;
+#pragma omp simd reduction(+ : sum)
+      for (long j = 0; j < seen; ++j) sum += w[j] = exponential((w[j] - most) * scale);
+      const float share = 1.0f / sum;
+#pragma omp simd
+      for (long j = 0; j < seen; ++j) w[j] *= share;
+      for (long j = seen; j < row; ++j) w[j] = 0;
+    }
+  }
+}
+
+struct Shape {
+  const int64_t* spans;  // [sequences, 2]: first token, end
+  long sequences, longest, N, M, D, E;
+  const int64_t* strides;  // of a token and of a head: q, k, v
+  float scale;
+  bool causal;
+};
+
+// Calls f(first token, L, key head, memory) for each sequence and head of keys.
+template <class F>
+static void for_heads(const Shape& s, long floats, int threads, F f) {
+#pragma omp parallel num_threads(threads) if (s.sequences * s.M > 1)
+  {
+    std::unique_ptr<float[]> memory(new float[floats]);
+#pragma omp for schedule(dynamic, 4)
+    for (long i = 0; i < s.sequences * s.M; ++i) {
+      const int64_t* span = s.spans + i / s.M * 2;
+      f(span[0], span[1] - span[0], i % s.M, memory.get());
+    }
+  }
+}
+
+template <class T>
+static void attend(const T* q, const T* k, const T* v, T* out, const Shape& s, int threads) {
+  const long L = whole(s.longest), D = whole(s.D), E = whole(s.E);
+  for_heads(s, L * (3 * D + 2 * E + QUERIES), threads, [&](long first, long length, long m, float* memory) {
+    float *keys = memory, *queries = keys + L * D, *columns = queries + L * D, *values = columns + L * D, *results = values + L * E,
+          *weights = results + L * E;
+    const long row = whole(length);
+    take(k + first * s.strides[2] + m * s.strides[3], s.strides[2], length, s.D, keys);
+    take(v + first * s.strides[4] + m * s.strides[5], s.strides[4], length, s.E, values);
+    transpose(keys, length, s.D, columns);
+    for (long n = m * (s.N / s.M); n < (m + 1) * (s.N / s.M); ++n) {
+      take(q + first * s.strides[0] + n * s.strides[1], s.strides[0], length, s.D, queries);
+      for (long begin = 0; begin < length; begin += QUERIES) {
+        const long count = length - begin < QUERIES ? length - begin : QUERIES;
+        weigh(queries, columns, begin, count, length, s.D, s.scale, s.causal, weights);
+        for (long i = 0; i < count; i += 4) {
+          const long rows = count - i < 4 ? count - i : 4, end = s.causal ? begin + i + rows : length;
+          product<false>(rows, weights + i * row, row, 1, values, E, results + (begin + i) * E, E, E, end);
+        }
+      }
+      put(results, length, s.E, out + (first * s.N + n) * s.E, s.N * s.E);
+    }
+  });
+}
+
+template <class T>
+static void attend_grad(const T* grad, const T* q, const T* k, const T* v, T* grad_q, T* grad_k, T* grad_v, const Shape& s,
+                        int threads) {
+  const long L = whole(s.longest), D = whole(s.D), E = whole(s.E);
+  for_heads(s, L * (5 * D + 4 * E + 2 * QUERIES), threads, [&](long first, long length, long m, float* memory) {
+    float *keys = memory, *queries = keys + L * D, *key_columns = queries + L * D, *part = key_columns + L * D, *sum_k = part + L * D,
+          *values = sum_k + L * D, *value_columns = values + L * E, *grads = value_columns + L * E, *sum_v = grads + L * E,
+          *weights = sum_v + L * E, *scores = weights + L * QUERIES;
+    const long row = whole(length);
+    take(k + first * s.strides[2] + m * s.strides[3], s.strides[2], length, s.D, keys);
+    take(v + first * s.strides[4] + m * s.strides[5], s.strides[4], length, s.E, values);
+    transpose(keys, length, s.D, key_columns);
+    transpose(values, length, s.E, value_columns);
+    std::memset(sum_k, 0, L * D * sizeof(float));
+    std::memset(sum_v, 0, L * E * sizeof(float));
+    for (long n = m * (s.N / s.M); n < (m + 1) * (s.N / s.M); ++n) {
+      take(q + first * s.strides[0] + n * s.strides[1], s.strides[0], length, s.D, queries);
+      take(grad + (first * s.N + n) * s.E, s.N * s.E, length, s.E, grads);
+      for (long begin = 0; begin < length; begin += QUERIES) {
+        const long count = length - begin < QUERIES ? length - begin : QUERIES, keys_end = s.causal ? begin + count : length;
+        weigh(queries, key_columns, begin, count, length, s.D, s.scale, s.causal, weights);
+        for (long i = 0; i < count; i += 4) {
+          const long rows = count - i < 4 ? count - i : 4, end = s.causal ? begin + i + rows : length;
+          product<false>(rows, grads + (begin + i) * E, E, 1, value_columns, row, scores + i * row, row, whole(end), s.E);
+          for (long r = i; r < i + rows; ++r) {
+            float *w = weights + r * row, *g = scores + r * row;
+            float dot = 0;
+#pragma omp simd reduction(+ : dot)
+            for (long j = 0; j < end; ++j) dot += w[j] * g[j];
+#pragma omp simd
+            for (long j = 0; j < end; ++j) g[j] = w[j] * (g[j] - dot) * s.scale;
+          }
+          product<false>(rows, scores + i * row, row, 1, keys, D, part + (begin + i) * D, D, D, end);
+        }
+        for (long j = 0; j < keys_end; j += 4) {  // from the queries that see any of these keys
+          const long rows = keys_end - j < 4 ? keys_end - j : 4, i = s.causal && j > begin ? j - begin : 0;
+          product<true>(rows, weights + i * row + j, 1, row, grads + (begin + i) * E, E, sum_v + j * E, E, E, count - i);
+          product<true>(rows, scores + i * row + j, 1, row, queries + (begin + i) * D, D, sum_k + j * D, D, D, count - i);
+        }
+      }
+      put(part, length, s.D, grad_q + (first * s.N + n) * s.D, s.N * s.D);
+    }
+    put(sum_k, length, s.D, grad_k + (first * s.M + m) * s.D, s.M * s.D);
+    put(sum_v, length, s.E, grad_v + (first * s.M + m) * s.E, s.M * s.E);
+  });
+}
+
+extern "C" {
+
+// out, grads and gradients are contiguous.
+void cpu_attention(const void* q, const void* k, const void* v, const int64_t* spans, const int64_t* strides, void* out,
+                         long sequences, long longest, long N, long M, long D, long E, float scale, long causal, long dtype,
+                         int threads) {
+  const Shape shape{spans, sequences, longest, N, M, D, E, strides, scale, causal != 0};
+  with_dtype(dtype, [&](auto type) { attend(IN(q), IN(k), IN(v), OUT(out), shape, threads); });
+}
+
+void cpu_attention_grad(const void* grad, const void* q, const void* k, const void* v, const int64_t* spans,
+                              const int64_t* strides, void* grad_q, void* grad_k, void* grad_v, long sequences, long longest, long N,
+                              long M, long D, long E, float scale, long causal, long dtype, int threads) {
+  const Shape shape{spans, sequences, longest, N, M, D, E, strides, scale, causal != 0};
+  with_dtype(dtype, [&](auto type) {
+    attend_grad(IN(grad), IN(q), IN(k), IN(v), OUT(grad_q), OUT(grad_k), OUT(grad_v), shape, threads);
+  });
+}
+
+}  // extern "C"

@@ -1,0 +1,59 @@
+"""The op table of a CPU: the reference, except for the ops that a CPU computes faster in another way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.ops.contract import TrainOps
+from megatron.core.ops.cpu import rows
+from megatron.core.ops.cpu.attention import core_attention
+from megatron.core.ops.cpu.build import has_compiler
+from megatron.core.ops.cpu.instructions import is_widened
+from megatron.core.ops.fused_adamw import adamw_step
+from megatron.core.ops.reference import reference_ops
+from megatron.core.ops.reference_moe import GroupedMatmulFunction
+
+# float32 copies and their products are made in chunks of about this many elements (64 MiB) and at least this many rows:
+# the logits of a large vocabulary would otherwise take more memory than all the layers.
+_WIDE_ELEMENTS, _MIN_WIDE_ROWS = 1 << 24, 256
+
+
+def cpu_ops() -> TrainOps:
+    """Matmuls in float32 where bfloat16 has no instruction; AdamW in one pass.
+
+    With a C++ compiler there are kernels for attention, norms, SwiGLU, rotary positions and the order of tokens by
+    expert; without one these are the reference, and the table says so.
+    """
+    native: dict[str, Any] = {"matmul": matmul, "grouped_matmul": grouped_matmul, "adamw_step": adamw_step}
+    if has_compiler():
+        names = ("rms_norm", "swiglu", "rotary_interleaved", "token_permute", "token_unpermute")
+        native |= {"core_attention": core_attention} | {name: getattr(rows, name) for name in names}
+    table = reference_ops()
+    return replace(table, **native, names=table.names | dict.fromkeys(native, "native"))
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """See ``contract.Matmul``."""
+    out = a.new_empty(a.shape[0], b.shape[1])
+    _mm_into(a, b, out)
+    return out
+
+
+def grouped_matmul(x: Tensor, w: Tensor, tokens_per_expert: Tensor) -> Tensor:
+    """See ``contract.GroupedMatmul``; only one expert's weight is widened at a time."""
+    out: Tensor = GroupedMatmulFunction.apply(x, w, tokens_per_expert.tolist(), _mm_into)
+    return out
+
+
+def _mm_into(a: Tensor, b: Tensor, out: Tensor) -> None:
+    if not is_widened(a):
+        torch.mm(a, b, out=out)
+        return
+    wide_b = b.float()
+    rows = max(_MIN_WIDE_ROWS, _WIDE_ELEMENTS // sum(b.shape))
+    for a_part, out_part in zip(a.split(rows), out.split(rows), strict=True):
+        out_part.copy_(torch.mm(a_part.float(), wide_b))
