@@ -61,7 +61,7 @@ class _CrossEntropy(torch.autograd.Function):
             is_local_T.split(size),
             strict=True,
         ):
-            out.copy_(_cross_entropy_grad(chunk, lse, local, is_local).mul_(grad.unsqueeze(1)))
+            _cross_entropy_grad(chunk, lse, local, is_local, grad, out)
         return grad_TV, None, None
 
 
@@ -103,10 +103,12 @@ class _Entropy(torch.autograd.Function):
 # The temporaries of one chunk live in a function of their own: they must be gone when the next chunk is made.
 
 
-def _cross_entropy_grad(chunk: Tensor, lse: Tensor, local: Tensor, is_local: Tensor) -> Tensor:
-    """d(-log p_target)/dlogit_v = p_v - [v is the target]."""
-    probs = (chunk - lse.unsqueeze(1)).exp_()
-    return probs.scatter_add_(1, local.unsqueeze(1), -is_local.to(probs.dtype).unsqueeze(1))
+def _cross_entropy_grad(chunk: Tensor, lse: Tensor, local: Tensor, is_local: Tensor, grad: Tensor, out: Tensor) -> None:
+    """Write to ``out``: d(-log p_target)/dlogit_v = p_v - [v is the target], times ``grad``; there, if in its dtype."""
+    probs = torch.sub(chunk, lse.unsqueeze(1), out=out if out.dtype == chunk.dtype else None).exp_()
+    probs.scatter_add_(1, local.unsqueeze(1), -is_local.to(probs.dtype).unsqueeze(1)).mul_(grad.unsqueeze(1))
+    if probs is not out:
+        out.copy_(probs)
 
 
 def _entropy_grad(chunk: Tensor, lse: Tensor, entropy: Tensor) -> Tensor:
