@@ -21,6 +21,8 @@ _ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu
 _ATTENTION_GRAD = aten._scaled_dot_product_flash_attention_for_cpu_backward
 # Operations that read as much of their first tensor as they return, not all of it.
 _PICK_ROWS = (aten.index_select, aten.embedding, aten.gather)
+# In-place operations that do not read their target; our own kernels' targets are not read either.
+_OVERWRITE = (aten.copy_, aten.zero_, aten.fill_)
 
 
 @dataclass
@@ -42,7 +44,7 @@ class OpCost:
 
 
 class OpProfile(TorchDispatchMode):
-    """Records every operation; ``phase`` is that of the operations outside of a backward pass.
+    """Records every operation but views; ``phase`` is that of the operations outside of a backward pass.
 
     An operation of a backward pass belongs to the module whose forward made its autograd node. Work between operations
     (Python, autograd, this profile) is in no row.
@@ -74,18 +76,19 @@ class OpProfile(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.is_view:  # moves nothing
+            return func(*args, **kwargs)
         start = time.perf_counter()
         out = func(*args, **kwargs)
         seconds = time.perf_counter() - start
-        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        outputs = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        tensors = _tensors((args, kwargs, out))
         phase, part = self._place()
-        dtype = str((inputs or outputs or [torch.empty(0)])[0].dtype).removeprefix("torch.")
+        dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
         key = (phase, part, func.overloadpacket.__name__, dtype)
         cost = self.costs.setdefault(key, OpCost(*key))
         cost.calls += 1
         cost.seconds += seconds
-        cost.num_bytes += _num_bytes(func, inputs, outputs)
+        cost.num_bytes += _num_bytes(func, args, kwargs, out)
         cost.flops += _flops(func, args, kwargs, out)
         return out
 
@@ -101,8 +104,8 @@ class OpProfile(TorchDispatchMode):
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Mark the autograd nodes between the module's inputs and outputs that no module inside it has marked."""
         part = self._modules.pop()
-        seen = {x.grad_fn for x in tree_leaves(inputs) if isinstance(x, Tensor)}
-        pending = [x.grad_fn for x in tree_leaves(output) if isinstance(x, Tensor)]
+        seen = {x.grad_fn for x in _tensors(inputs)}
+        pending = [x.grad_fn for x in _tensors(output)]
         while pending:
             node = pending.pop()
             if node is not None and node not in seen:
@@ -116,22 +119,22 @@ def _marks(node: Any) -> dict[str, str]:
     return cast("dict[str, str]", node.metadata)
 
 
-def _num_bytes(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> int:
-    if func.is_view or func.overloadpacket is aten.empty:
+def _num_bytes(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    if func.overloadpacket is aten.empty:
         return 0
-    written = sum(map(_nbytes, outputs))
+    inputs, outputs = _tensors((args, kwargs)), _tensors(out)
     if func.overloadpacket in _PICK_ROWS:
-        return 2 * written + sum(map(_nbytes, inputs[1:]))
-    targets = {id(x) for x in outputs}
-    reads_target = not any(argument.is_out for argument in func._schema.arguments) and func.overloadpacket not in (
-        aten.copy_,
-        aten.zero_,
-        aten.fill_,
-    )
-    # An in-place operation without a returned tensor (torch's fused AdamW) writes what its schema says.
-    if not outputs:
-        written = sum(map(_nbytes, inputs))
-    return written + sum(_nbytes(x) for x in inputs if reads_target or id(x) not in targets)
+        return 2 * sum(map(_nbytes, outputs)) + sum(map(_nbytes, inputs[1:]))
+    arguments = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
+    targets = [one for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
+    written = [x for one in targets for x in _tensors(arguments.get(one.name))] or outputs
+    only_written = {id(x) for x in written if func.namespace != "aten" or func.overloadpacket in _OVERWRITE}
+    only_written |= {id(x) for one in targets if one.is_out for x in _tensors(arguments.get(one.name))}
+    return sum(map(_nbytes, written)) + sum(_nbytes(x) for x in inputs if id(x) not in only_written)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
 
 
 def _nbytes(x: Tensor) -> int:
@@ -145,5 +148,16 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
         return sdpa_flop_count(*(x.shape for x in args[:3])) / (2 if args[4] else 1)
     if packet is _ATTENTION_GRAD:  # (grad, q, k, v, out, lse, dropout, is_causal)
         return sdpa_backward_flop_count(*(x.shape for x in args[:4])) / (2 if args[7] else 1)
-    count: Callable[..., float] | None = flop_registry.get(packet)
+    if func.namespace == "megatron_cpu":
+        return _our_flops(packet.__name__, *args)
+    count: Callable[..., float] | None = flop_registry.get(aten.baddbmm if packet is aten.baddbmm_ else packet)
     return 0.0 if count is None else count(*args, **kwargs, out_val=out)
+
+
+def _our_flops(name: str, *args: Any) -> float:
+    """Those of our attention: per score and head, D + E multiplications forward, and 3 D + 2 E backward."""
+    if name not in ("attention", "attention_grad"):
+        return 0.0
+    spans, (heads, _, key_size, value_size, _, causal) = args[3 + (name == "attention_grad")], args[-8:-2]
+    scores = float(spans.diff(dim=1).double().square().sum()) * heads / (2 if causal else 1)
+    return 2 * scores * (key_size + value_size if name == "attention" else 3 * key_size + 2 * value_size)
