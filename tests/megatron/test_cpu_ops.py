@@ -120,6 +120,14 @@ def test_matmul_takes_transposed_operands(dtype: torch.dtype) -> None:
     assert (got - want).abs().max() <= TOLERANCE[dtype] * want.abs().max()
 
 
+def test_without_a_compiler_the_table_says_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    ops = cpu_ops()
+    for name in ("core_attention", "rms_norm", "swiglu", "rotary_interleaved", "token_permute", "token_unpermute"):
+        assert ops.names[name] == "reference" and getattr(ops, name) is getattr(REFERENCE, name)
+    assert ops.names["matmul"] == "native" and CPU.names["rms_norm"] == "native"
+
+
 def test_adamw_in_one_pass() -> None:
     generator = torch.Generator().manual_seed(0)
     start = [*torch.randn(3, 1000, generator=generator), torch.rand(1000, generator=generator)]
