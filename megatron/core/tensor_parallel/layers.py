@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel import collectives
 from megatron.core.tensor_parallel.mappings import (
     all_to_all_hp2sp,
     copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
@@ -142,6 +143,20 @@ class ColumnParallelLinear(_SplitWeight):
         super().init_weights(init, name)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+
+
+class OutputLinear(ColumnParallelLinear):
+    """The logits [S, V/TP] of chosen tokens, or of all T; only the chosen rows of x are kept for the gradient."""
+
+    def forward(self, x: Tensor, weight: Tensor | None = None, rows_S: Tensor | None = None) -> Tensor:
+        if rows_S is None:
+            return super().forward(x, weight)
+        weight = self.weight if weight is None else weight
+        assert weight is not None and self.bias is None
+        to_all = (
+            gather_from_sequence_parallel_region if self.sequence_parallel else copy_to_tensor_model_parallel_region
+        )
+        return linear(to_all(x, self.group).index_select(0, rows_S), weight, self.matmul)
 
 
 class RowParallelLinear(_SplitWeight):

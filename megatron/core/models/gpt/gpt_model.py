@@ -16,7 +16,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_layout import ParallelLayout
 from megatron.core.parallel_state import ProcessGroups
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
+from megatron.core.tensor_parallel.layers import OutputLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.weight_init import WeightInit, init_weights
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 from megatron.core.transformer.rotary import RotaryEmbedding
@@ -77,7 +77,7 @@ class GPTModel(nn.Module):
         self.decoder = TransformerBlock(config, groups, ops, post_layer_norm=self.post_process, vp_stage=self.vp_stage)
         self.is_output_tied = self.post_process and config.share_embeddings_and_output_weights
         if self.post_process:
-            self.output_layer = ColumnParallelLinear(
+            self.output_layer = OutputLinear(
                 config,
                 groups,
                 ops,
@@ -109,7 +109,7 @@ class GPTModel(nn.Module):
         state [T/TP, H]. Stages after the first read theirs from ``set_input_tensor``.
 
         scored_S: int64, the S of the T tokens whose logits are wanted; then these are [S, V/TP]. Reinforcement learning
-        scores no prediction inside a prompt, and without tensor parallelism its logits are not computed.
+        scores no prediction inside a prompt.
 
         In training the losses of multi-token prediction are attached to the result (``MultiTokenPredictionBlock``);
         loss_mask_T, the weight of each token's own prediction, is for them only: the caller weights the main loss.
@@ -132,15 +132,14 @@ class GPTModel(nn.Module):
             return self._token_losses(hidden_TH, labels_T)
         if scored_S is None:
             return self._logits(hidden_TH)
-        # The layer gathers the tokens of tensor-parallel ranks; a matmul of no rows is left to no device.
-        if tp_size > 1 or not len(scored_S):
+        if not len(scored_S):  # a matmul of no rows is left to no device
             return self._logits(hidden_TH).index_select(0, scored_S)
-        return self._logits(hidden_TH.index_select(0, scored_S))
+        return self._logits(hidden_TH, scored_S)
 
-    def _logits(self, hidden_TH: Tensor) -> Tensor:
+    def _logits(self, hidden_TH: Tensor, rows_S: Tensor | None = None) -> Tensor:
         weight = self.shared_embedding_or_output_weight() if self.is_output_tied else None
-        logits_TV: Tensor = self.output_layer(hidden_TH, weight)
-        return logits_TV
+        logits: Tensor = self.output_layer(hidden_TH, weight, rows_S)
+        return logits
 
     def _token_losses(self, hidden_TH: Tensor, labels_T: Tensor) -> Tensor:
         return vocab_parallel_cross_entropy(self._logits(hidden_TH), labels_T, self.groups.tp)
