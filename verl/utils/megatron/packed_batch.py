@@ -116,12 +116,11 @@ def pack_micro_batch(
     lengths_b = padded_lengths(lengths_b, cp_size)
     lengths = lengths_b.tolist()
     num_cols = response_mask_BR.size(1)
-    first_b = torch.arange(len(chosen))
-    if shares_prompts:
-        assert cp_size == 1, "context-parallel ranks share whole sequences, not their prompts"
-        first_b = _first_with_prompt(input_ids_BL[chosen, :-num_cols], mask_bL[:, :-num_cols])
-    prompt_lengths_b = mask_bL[:, :-num_cols].sum(-1)
-    num_repeated = int(prompt_lengths_b[first_b < torch.arange(len(chosen))].sum())
+    assert cp_size == 1 or not shares_prompts, "context-parallel ranks share whole sequences, not their prompts"
+    mask_bP = mask_bL[:, :-num_cols]
+    first_b = _first_with_prompt(input_ids_BL[chosen, :-num_cols], mask_bP, shares_prompts)
+    repeats_b = first_b < torch.arange(len(chosen))
+    num_repeated = int(mask_bP[repeats_b].sum())
     num_used, step = sum(lengths), math.lcm(2 * cp_size if cp_size > 1 else 1, cp_size * multiple)
     num_dummy = -(num_used - num_repeated) % step if num_used else step
     if num_dummy:
@@ -145,12 +144,11 @@ def pack_micro_batch(
     position_ids_F = steps_F - torch.repeat_interleave(lengths_q.cumsum(0) - lengths_q, lengths_q)
 
     computed_F = steps_F.clone()
-    is_repeated_n = (first_b < torch.arange(len(chosen)))[rows_n] & (cols_n < mask_bL.size(1) - num_cols)
+    is_repeated_n = repeats_b[rows_n] & (cols_n < mask_bP.size(1))
     rows_r, positions_r = rows_n[is_repeated_n], positions_n[is_repeated_n]
     computed_F[positions_r] = positions_r - starts_b[rows_r] + starts_b[first_b[rows_r]]
     order_T = zigzag_indices(cu_seqlens, cp_size, cp_rank)
-    if num_repeated:
-        order_T = (computed_F == steps_F).nonzero(as_tuple=True)[0]
+    order_T = (computed_F == steps_F).nonzero(as_tuple=True)[0] if num_repeated else order_T
     local_F = torch.full_like(steps_F, -1)
     local_F[order_T] = torch.arange(order_T.numel())
     local_F = local_F[computed_F]  # a token that others repeat is where the first of them is
@@ -182,8 +180,10 @@ def _shared_prompts(local_F: Tensor, order_T: Tensor) -> SharedPrompts:
     return SharedPrompts(local_F, order_T, torch.bincount(local_F, minlength=order_T.numel()).float())
 
 
-def _first_with_prompt(prompts_bP: Tensor, mask_bP: Tensor) -> Tensor:
+def _first_with_prompt(prompts_bP: Tensor, mask_bP: Tensor, shares_prompts: bool) -> Tensor:
     """The first row that has the prompt of each row, int64 [b]; rows without a prompt share nothing."""
+    if not shares_prompts:
+        return torch.arange(len(prompts_bP))
     firsts: dict[bytes, int] = {}
     keys = (prompts_bP.masked_fill(~mask_bP, -1)).numpy()
     has_prompt = mask_bP.any(-1).tolist()
