@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -10,6 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 Result = TypeVar("Result")
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # read once, and a later test may ask that a recording prints nothing
 
 
 def net_allocated(*works: Callable[[], Result]) -> list[tuple[Result, int]]:

@@ -180,7 +180,11 @@ def test_shared_prompts_are_refused_with_what_needs_whole_sequences() -> None:
     text = "\n".join(validate_config(load_config([*RUNNABLE, *given, f"{actor}.share_prompts=True"])))
     for name in ("context_parallel_size is 2", "router_replay.mode is R2", "mtp_num_layers", "seq_aux_loss"):
         assert any("share_prompts is True" in line and name in line for line in text.splitlines()), name
-    assert "share_prompts" not in "\n".join(validate_config(load_config([*RUNNABLE, *given])))
+    for value in ("auto", "False"):
+        config = load_config([*RUNNABLE, *given, f"{actor}.share_prompts={value}"])
+        assert not config.actor_rollout_ref.actor.shares_prompts
+        assert "share_prompts" not in "\n".join(validate_config(config))
+    assert load_config([*RUNNABLE, f"{actor}.share_prompts=auto"]).actor_rollout_ref.actor.shares_prompts
 
 
 def test_the_default_names_are_registered() -> None:

@@ -143,8 +143,8 @@ def test_prompts_that_are_computed_once_change_nothing(groups: ProcessGroups) ->
     """Loss, gradients and the experts' biases of 16 prompts with four samples each, of which a micro-batch has some."""
     ways: list[dict[str, int | bool]] = [
         {"ppo_micro_batch_size_per_gpu": NUM_ROWS},
-        {"ppo_micro_batch_size_per_gpu": NUM_ROWS, "share_prompts": True},
-        {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 256, "share_prompts": True},
+        {"ppo_micro_batch_size_per_gpu": NUM_ROWS, "share_prompts": "true"},
+        {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 256, "share_prompts": "true"},
     ]
     _assert_agree(groups, "token-mean", ways, {"num_prompts": 16}, abs_tolerance=1e-7)
 

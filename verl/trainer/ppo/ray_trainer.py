@@ -349,7 +349,7 @@ class RayPPOTrainer:
             models.actor.ppo_mini_batch_size * models.rollout.n,
             balance=config.trainer.balance_batch,
             shuffle_seed=models.actor.shuffle_seed(self.global_step) if models.actor.shuffle else None,
-            group_size=models.rollout.n if models.actor.share_prompts else 1,
+            group_size=models.rollout.n if models.actor.shares_prompts else 1,
         )
         batch.reorder(order)
         rollout = models.rollout

@@ -262,7 +262,7 @@ class MegatronPPOActor(BasePPOActor):
                 layout.tensor_model_parallel_size,
                 cp,
                 self.groups.coords.cp,
-                shares_prompts=self.config.share_prompts,
+                shares_prompts=self.config.shares_prompts,
             ).to(self.device)
             for rows in chunks
         ]

@@ -122,8 +122,9 @@ class ActorConfig(Section):
         recompute_old_log_prob: compute log-probs before the update: ``auto`` and ``False`` only if they differ from
             those of the update itself, ``True`` always.
         share_prompts: compute a prompt once for all of its samples in a micro-batch; attention alone sees whole
-            samples, and a rank gets all samples of a prompt. It changes rounding, and nothing else. Not with context
-            parallelism, multi-token prediction, ``seq_aux_loss`` or replayed routing.
+            samples, and a rank gets all samples of a prompt. It changes rounding, and nothing else. Context
+            parallelism, multi-token prediction, ``seq_aux_loss`` and replayed routing need whole sequences: with one of
+            them ``auto`` shares nothing, and ``True`` is refused.
         load_weight: load the weights; False initialises actor and reference at random.
     """
 
@@ -132,8 +133,9 @@ class ActorConfig(Section):
         **dict.fromkeys(("clip_ratio", "clip_ratio_low", "clip_ratio_high"), NOT_NEGATIVE),
         "loss_agg_mode": one_of(*LOSS_AGG_MODES),
         "kl_loss_type": one_of(*KL_TYPES, *STRAIGHT_THROUGH_KL_TYPES),
-        "recompute_old_log_prob": Values(
-            "expected one of auto, true, false", lambda value: value.lower() in ("auto", "true", "false")
+        **dict.fromkeys(
+            ("recompute_old_log_prob", "share_prompts"),
+            Values("expected one of auto, true, false", lambda value: value.lower() in ("auto", "true", "false")),
         ),
     }
 
@@ -155,7 +157,7 @@ class ActorConfig(Section):
     shuffle: bool = False
     data_loader_seed: int = 1
     recompute_old_log_prob: str = "auto"
-    share_prompts: bool = False
+    share_prompts: str = "false"
     load_weight: bool = True
     optim: McoreOptimizerConfig = field(default_factory=McoreOptimizerConfig)
     megatron: McoreEngineConfig = field(default_factory=McoreEngineConfig)
@@ -198,17 +200,14 @@ class ActorConfig(Section):
             return True
         return self.ppo_epochs != 1 or self.ppo_mini_batch_size != train_batch_size
 
-    def contradictions(self, where: str) -> list[str]:
-        found = []
-        if self.policy_loss.loss_mode == "vanilla" and self.clip_ratio_c <= 1:
-            found.append(f"{where}.clip_ratio_c is {self.clip_ratio_c}; the dual clip's bound must be above 1")
-        if self.megatron.swap_optimizer and self.optim.override_optimizer_config.get("optimizer_cpu_offload"):
-            found.append(
-                f"{where}: megatron.swap_optimizer and optim.override_optimizer_config.optimizer_cpu_offload both keep "
-                "the state on the host; choose one"
-            )
+    @property
+    def shares_prompts(self) -> bool:
+        return self.share_prompts.lower() != "false" and not self._needs_whole_sequences()
+
+    def _needs_whole_sequences(self) -> list[str]:
+        """What is set that cannot do with prompts that are computed once."""
         overrides = self.megatron.override_transformer_config
-        excluded = {
+        needs = {
             f"megatron.context_parallel_size is {self.megatron.context_parallel_size}": (
                 self.megatron.context_parallel_size > 1
             ),
@@ -218,11 +217,22 @@ class ActorConfig(Section):
                 overrides.get("moe_router_load_balancing_type") == "seq_aux_loss"
             ),
         }
-        found += [
-            f"{where}.share_prompts is True, and {where}.{other}, which needs whole sequences; set one of them back"
-            for other, is_set in excluded.items()
-            if self.share_prompts and is_set
-        ]
+        return [name for name, is_set in needs.items() if is_set]
+
+    def contradictions(self, where: str) -> list[str]:
+        found = []
+        if self.policy_loss.loss_mode == "vanilla" and self.clip_ratio_c <= 1:
+            found.append(f"{where}.clip_ratio_c is {self.clip_ratio_c}; the dual clip's bound must be above 1")
+        if self.megatron.swap_optimizer and self.optim.override_optimizer_config.get("optimizer_cpu_offload"):
+            found.append(
+                f"{where}: megatron.swap_optimizer and optim.override_optimizer_config.optimizer_cpu_offload both keep "
+                "the state on the host; choose one"
+            )
+        if self.share_prompts.lower() == "true":
+            found += [
+                f"{where}.share_prompts is True, and {where}.{other}, which needs whole sequences; set one of them back"
+                for other in self._needs_whole_sequences()
+            ]
         if not self.use_dynamic_bsz and not self.ppo_micro_batch_size_per_gpu:
             found.append(
                 f"{where}.ppo_micro_batch_size_per_gpu is empty; give it (samples per micro-batch) or set "

@@ -5,8 +5,15 @@
 
 #include "values.h"
 
-typedef float vf __attribute__((vector_size(64)));
+// What a register holds: a compiler takes operations on wider vectors apart, lane by lane.
+#if defined(__AVX512F__)
 constexpr long LANES = 16;
+#elif defined(__AVX__)
+constexpr long LANES = 8;
+#else
+constexpr long LANES = 4;
+#endif
+typedef float vf __attribute__((vector_size(LANES * sizeof(float))));
 constexpr long QUERIES = 64;  // whose scores are in memory at a time
 
 static inline vf load(const float* p) {
@@ -196,15 +203,15 @@ extern "C" {
 
 // out, grads and gradients are contiguous.
 void cpu_attention(const void* q, const void* k, const void* v, const int64_t* spans, const int64_t* strides, void* out,
-                         long sequences, long longest, long N, long M, long D, long E, float scale, long causal, long dtype,
-                         int threads) {
+                   long sequences, long longest, long N, long M, long D, long E, float scale, long causal, long dtype,
+                   int threads) {
   const Shape shape{spans, sequences, longest, N, M, D, E, strides, scale, causal != 0};
   with_dtype(dtype, [&](auto type) { attend(IN(q), IN(k), IN(v), OUT(out), shape, threads); });
 }
 
 void cpu_attention_grad(const void* grad, const void* q, const void* k, const void* v, const int64_t* spans,
-                              const int64_t* strides, void* grad_q, void* grad_k, void* grad_v, long sequences, long longest, long N,
-                              long M, long D, long E, float scale, long causal, long dtype, int threads) {
+                        const int64_t* strides, void* grad_q, void* grad_k, void* grad_v, long sequences, long longest, long N,
+                        long M, long D, long E, float scale, long causal, long dtype, int threads) {
   const Shape shape{spans, sequences, longest, N, M, D, E, strides, scale, causal != 0};
   with_dtype(dtype, [&](auto type) {
     attend_grad(IN(grad), IN(q), IN(k), IN(v), OUT(grad_q), OUT(grad_k), OUT(grad_v), shape, threads);
