@@ -6,12 +6,8 @@ Both give the same bits. ``CC`` names another compiler, ``XDG_CACHE_HOME`` anoth
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
-import platform
 import shutil
-import subprocess
-import tempfile
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hf_formats.fp8 import BLOCK, Fp8Blocks, row_scales
-from megatron.core.ops.cpu.instructions import instructions
+from megatron.core.ops.cpu.build import compiled, target_flags
 from mindspeed_llm.weight_source import CopyValues, Origin, copy_values
 
 KernelsName = Literal["native", "torch"]
@@ -113,26 +109,12 @@ def _build() -> Path:
         raise ValueError(
             f"native kernels need a C compiler, and {compiler!r} is not found: install it, set CC or --kernels torch"
         )
-    is_x86 = platform.machine() in ("x86_64", "AMD64")
-    target_flags = ("-march=native", "-mprefer-vector-width=512") if is_x86 else ("-mcpu=native",)
-    command = [compiler, *_FLAGS, *target_flags]
-    facts = repr((command, sorted(instructions()))).encode() + _SOURCE.read_bytes()
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    target = root / "r1-zero-ascend" / "mindspeed_llm" / f"kernels-{hashlib.sha256(facts).hexdigest()[:20]}.so"
-    if target.is_file():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # Built beside its place and moved there: processes that build at the same time never load half a file.
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        built = Path(scratch) / "kernels.so"
-        result = subprocess.run([*command, str(_SOURCE), "-o", str(built)], capture_output=True, text=True)
-        if result.returncode != 0:
-            raise ValueError(
-                f"{compiler} cannot build {_SOURCE}; set CC to gcc 12, clang or newer, or give --kernels torch. "
-                f"It said:\n{result.stderr[-2000:]}"
-            )
-        os.replace(built, target)
-    return target
+    command = [compiler, *_FLAGS, *target_flags(), str(_SOURCE)]
+    advice = "set CC to gcc 12, clang or newer, or give --kernels torch"
+    try:
+        return compiled(command, [_SOURCE], "mindspeed_llm", advice)
+    except RuntimeError as refused:
+        raise ValueError(str(refused)) from refused
 
 
 def _has_compiler() -> bool:

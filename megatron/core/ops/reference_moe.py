@@ -58,7 +58,7 @@ def _keep_best_groups(choice_TE: Tensor, num_groups: int, group_topk: int, best_
 def token_permute(tokens_TH: Tensor, indices_TK: Tensor) -> tuple[Tensor, Tensor]:
     """See ``contract.TokenPermute``; here row_map[t*K + k] is the row of choice k of token t."""
     order, row_map = expert_order(indices_TK)
-    rows: Tensor = _Permute.apply(tokens_TH, order, row_map, indices_TK.shape[1])
+    rows: Tensor = PermuteFunction.apply(tokens_TH, order, row_map, indices_TK.shape[1])
     return rows, row_map
 
 
@@ -77,7 +77,7 @@ def token_unpermute(rows: Tensor, row_map: Tensor, probs_TK: Tensor | None = Non
     return weighted
 
 
-class _Permute(torch.autograd.Function):
+class PermuteFunction(torch.autograd.Function):
     """Rows by expert; the gradient gathers each token's K rows and adds them, where autograd would scatter-add."""
 
     @staticmethod

@@ -12,7 +12,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -85,17 +85,29 @@ def _compiler() -> str:
 
 
 def _build() -> Path:
-    is_x86 = platform.machine() in ("x86_64", "AMD64")
-    target_flags = ("-march=native", "-mprefer-vector-width=512") if is_x86 else ("-mcpu=native",)
     # With another OpenMP library than torch's, each would keep threads of its own.
     openmp = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))[:1]
-    sources = [str(file) for file in sorted(SOURCES.glob("*.cpp"))]
-    command = [_compiler(), *_FLAGS, *target_flags, "-shared", *sources, "-Wl,--as-needed", *map(str, openmp)]
-    facts = repr((command, sorted(instructions()))).encode() + b"".join(
-        file.read_bytes() for file in sorted(SOURCES.iterdir())
-    )
+    linked = [str(file) for file in sorted(SOURCES.glob("*.cpp"))] + ["-Wl,--as-needed", *map(str, openmp)]
+    command = [_compiler(), *_FLAGS, *target_flags(), "-shared", *linked]
+    advice = "use g++ 12 or newer, or train with 'megatron.core.ops.reference:reference_ops'"
+    return compiled(command, sorted(SOURCES.iterdir()), "megatron-cpu", advice)
+
+
+def target_flags() -> tuple[str, ...]:
+    """A compiler's options for this processor."""
+    is_x86 = platform.machine() in ("x86_64", "AMD64")
+    return ("-march=native", "-mprefer-vector-width=512") if is_x86 else ("-mcpu=native",)
+
+
+def compiled(command: list[str], files: Sequence[Path], folder: str, advice: str) -> Path:
+    """Return the library that ``command`` makes of ``files``: from the user's cache, or built into it.
+
+    Raises:
+        RuntimeError: the compiler refuses them; ``advice`` says what can be done.
+    """
+    facts = repr((command, sorted(instructions()))).encode() + b"".join(file.read_bytes() for file in files)
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    target = root / "r1-zero-ascend" / "megatron-cpu" / f"kernels-{hashlib.sha256(facts).hexdigest()[:20]}.so"
+    target = root / "r1-zero-ascend" / folder / f"kernels-{hashlib.sha256(facts).hexdigest()[:20]}.so"
     if target.is_file():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -105,8 +117,7 @@ def _build() -> Path:
         result = subprocess.run([*command, "-o", str(built)], capture_output=True, text=True)
         if result.returncode != 0:
             raise RuntimeError(
-                f"{command[0]} cannot build the training engine's CPU kernels ({SOURCES}): use g++ 12 or newer, or "
-                f"train with 'megatron.core.ops.reference:reference_ops'. It said:\n{result.stderr[-2000:]}"
+                f"{command[0]} cannot build {files[0].parent}; {advice}. It said:\n{result.stderr[-2000:]}"
             )
         os.replace(built, target)
     return target

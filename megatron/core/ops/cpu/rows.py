@@ -109,14 +109,8 @@ def token_unpermute(rows: Tensor, row_map: Tensor, probs_TK: Tensor | None = Non
     return out
 
 
-class _Permute(torch.autograd.Function):
+class _Permute(reference_moe.PermuteFunction):
     """Rows by expert; the gradient adds each token's K rows as it reads them."""
-
-    @staticmethod
-    def forward(ctx: Any, tokens_TH: Tensor, order: Tensor, row_map: Tensor, topk: int) -> Tensor:
-        ctx.save_for_backward(row_map)
-        ctx.topk = topk
-        return tokens_TH.index_select(0, order if topk == 1 else order // topk)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
