@@ -35,10 +35,10 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, inverse = ctx.saved_tensors
         rows, grad_x = _rows(x), x.new_empty(x.shape)
-        parts = weight.new_zeros(torch.get_num_threads(), len(weight), dtype=torch.float32)
+        parts = weight.new_zeros(torch.get_num_threads(), 2, len(weight), dtype=torch.float32)
         shape = *rows.shape, rows.stride(0)
         run("rms_norm_grad", x.dtype, grad.contiguous(), rows, weight, inverse, grad_x, parts, *shape)
-        return grad_x, parts.sum(0).to(weight.dtype), None
+        return grad_x, parts[:, 0].sum(0).to(weight.dtype), None
 
 
 def swiglu(x: Tensor) -> Tensor:

@@ -28,28 +28,35 @@ static void rms_norm(const T* x, const T* weight, T* y, float* inverse, long row
   });
 }
 
-// parts [threads, D], zeros: each thread's sum of the weight's gradient.
+// parts [threads, 2, D], zeros: each thread's sum of the weight's gradient, and that of the rows it is at, a few at a time so
+// that rounding does not grow with their number.
 template <class T>
 static void rms_norm_grad(const T* grad, const T* x, const T* weight, const float* inverse, T* grad_x, float* parts, long rows,
                           long D, long stride, int threads) {
+  constexpr long FEW = 32;
 #pragma omp parallel num_threads(threads) if (rows * D >= 16384)
   {
-    float* part = parts + omp_get_thread_num() * D;
+    float *part = parts + omp_get_thread_num() * 2 * D, *few = part + D;
 #pragma omp for schedule(static)
-    for (long t = 0; t < rows; ++t) {
-      const T *gt = grad + t * D, *xt = x + t * stride;
-      T* out = grad_x + t * D;
-      const float factor = inverse[t];
-      float dot = 0;
+    for (long first = 0; first < rows; first += FEW) {
+      std::memset(few, 0, D * sizeof(float));
+      for (long t = first; t < rows && t < first + FEW; ++t) {
+        const T *gt = grad + t * D, *xt = x + t * stride;
+        T* out = grad_x + t * D;
+        const float factor = inverse[t];
+        float dot = 0;
 #pragma omp simd reduction(+ : dot)
-      for (long d = 0; d < D; ++d) {
-        const float g = wide(gt[d]), normed = wide(xt[d]) * factor;
-        part[d] += g * rounded<T>(normed);
-        dot += g * wide(weight[d]) * normed;
-      }
-      const float mean = dot / D;
+        for (long d = 0; d < D; ++d) {
+          const float g = wide(gt[d]), normed = wide(xt[d]) * factor;
+          few[d] += g * rounded<T>(normed);
+          dot += g * wide(weight[d]) * normed;
+        }
+        const float mean = dot / D;
 #pragma omp simd
-      for (long d = 0; d < D; ++d) out[d] = narrow<T>(factor * (wide(gt[d]) * wide(weight[d]) - wide(xt[d]) * factor * mean));
+        for (long d = 0; d < D; ++d) out[d] = narrow<T>(factor * (wide(gt[d]) * wide(weight[d]) - wide(xt[d]) * factor * mean));
+      }
+#pragma omp simd
+      for (long d = 0; d < D; ++d) part[d] += few[d];
     }
   }
 }
