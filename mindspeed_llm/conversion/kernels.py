@@ -109,7 +109,7 @@ def _build() -> Path:
         raise ValueError(
             f"native kernels need a C compiler, and {compiler!r} is not found: install it, set CC or --kernels torch"
         )
-    command = [compiler, *_FLAGS, *target_flags(), str(_SOURCE)]
+    command = [compiler, *_FLAGS, *target_flags()]
     advice = "set CC to gcc 12, clang or newer, or give --kernels torch"
     try:
         return compiled(command, [_SOURCE], "mindspeed_llm", advice)

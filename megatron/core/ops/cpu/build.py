@@ -87,10 +87,11 @@ def _compiler() -> str:
 def _build() -> Path:
     # With another OpenMP library than torch's, each would keep threads of its own.
     openmp = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))[:1]
-    linked = [str(file) for file in sorted(SOURCES.glob("*.cpp"))] + ["-Wl,--as-needed", *map(str, openmp)]
-    command = [_compiler(), *_FLAGS, *target_flags(), "-shared", *linked]
+    command = [_compiler(), *_FLAGS, *target_flags(), "-shared"]
     advice = "use g++ 12 or newer, or train with 'megatron.core.ops.reference:reference_ops'"
-    return compiled(command, sorted(SOURCES.iterdir()), "megatron-cpu", advice)
+    sources, headers = sorted(SOURCES.glob("*.cpp")), sorted(SOURCES.glob("*.h"))
+    libraries = ["-Wl,--as-needed", *map(str, openmp)]
+    return compiled(command, sources, "megatron-cpu", advice, headers=headers, libraries=libraries)
 
 
 def target_flags() -> tuple[str, ...]:
@@ -99,13 +100,24 @@ def target_flags() -> tuple[str, ...]:
     return ("-march=native", "-mprefer-vector-width=512") if is_x86 else ("-mcpu=native",)
 
 
-def compiled(command: list[str], files: Sequence[Path], folder: str, advice: str) -> Path:
-    """Return the library that ``command`` makes of ``files``: from the user's cache, or built into it.
+def compiled(
+    command: list[str],
+    sources: Sequence[Path],
+    folder: str,
+    advice: str,
+    *,
+    headers: Sequence[Path] = (),
+    libraries: Sequence[str] = (),
+) -> Path:
+    """Return the library that ``command`` makes of ``sources``: from the user's cache, or built into it.
+
+    Libraries are kept by what is in the files, wherever these are.
 
     Raises:
         RuntimeError: the compiler refuses them; ``advice`` says what can be done.
     """
-    facts = repr((command, sorted(instructions()))).encode() + b"".join(file.read_bytes() for file in files)
+    facts = repr((command, list(libraries), sorted(instructions()))).encode()
+    facts += b"".join(file.read_bytes() for file in (*sources, *headers))
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     target = root / "r1-zero-ascend" / folder / f"kernels-{hashlib.sha256(facts).hexdigest()[:20]}.so"
     if target.is_file():
@@ -114,10 +126,10 @@ def compiled(command: list[str], files: Sequence[Path], folder: str, advice: str
     # Built beside its place and moved there: processes that build at the same time never load half a file.
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         built = Path(scratch) / "kernels.so"
-        result = subprocess.run([*command, "-o", str(built)], capture_output=True, text=True)
+        made = [*command, *map(str, sources), *libraries, "-o", str(built)]
+        result = subprocess.run(made, capture_output=True, text=True)
         if result.returncode != 0:
-            raise RuntimeError(
-                f"{command[0]} cannot build {files[0].parent}; {advice}. It said:\n{result.stderr[-2000:]}"
-            )
+            said = result.stderr[-2000:]
+            raise RuntimeError(f"{command[0]} cannot build {sources[0].parent}; {advice}. It said:\n{said}")
         os.replace(built, target)
     return target
