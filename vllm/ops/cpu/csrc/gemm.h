@@ -180,7 +180,7 @@ static inline void in_order(vf& low, vf& high) {
   }
 }
 
-// Changes the order of the columns to that of the sums.
+// Changes the order of the columns to that of the sums: the even ones of 32, then the odd ones.
 static inline void out_of_order(vf& low, vf& high) {
   const vf first = low, second = high;
   low = LANES_OF(first, second, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);

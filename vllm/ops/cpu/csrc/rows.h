@@ -24,9 +24,8 @@ static void norm_row(const T* x, const T* weight, long size, float eps, T* out) 
 // Gathers the first `count` even elements of x, followed by the odd ones.
 static inline void load_pairs(const bf16* x, long count, vf& even, vf& odd) { split((vu)load_words<Dot>(x, 2 * count), even, odd); }
 static inline void load_pairs(const float* x, long count, vf& even, vf& odd) {
-  const vf low = load_n(x, std::min(2 * count, LANES)), high = load_n(x + LANES, std::max(2 * count - LANES, 0L));
-  even = LANES_OF(low, high, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-  odd = LANES_OF(low, high, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+  even = load_n(x, std::min(2 * count, LANES)), odd = load_n(x + LANES, std::max(2 * count - LANES, 0L));
+  out_of_order(even, odd);
 }
 
 // Rotates pairs (x[2i], x[2i + 1]) by angle i; writes all first members, then all second ones.
