@@ -48,7 +48,10 @@ COLUMNS = {
 def main(argv: Sequence[str] | None = None) -> int:
     options = _options().parse_args(argv)
     engines = {name for group in options.engines for name in group.split(",")}
+    ours = [name for name in ENGINES if name in engines and name.startswith("megatron")]
     problems = [*unknown_choices(("--engines", ENGINES, engines)), *thread_problems(options.threads)]
+    if options.profile and not ours:
+        problems.append("--profile is of our engines alone: name one in --engines, such as megatron-fp32")
     if refused("tools.bench.train", problems):
         return 2
     raw = small_config(options.hidden_size, options.num_layers, options.num_experts, options.vocab_size)
@@ -59,7 +62,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         batches["equal"].append(random_batch(equal, options.vocab_size, step))
         batches["mixed"].append(random_batch(mixed, options.vocab_size, step))
     if options.profile:
-        ours = [name for name in ENGINES if name in engines and name.startswith("megatron")]
         write_report(options.json, _profiles(ours, raw, batches, options))
         return 0
     reports = []
