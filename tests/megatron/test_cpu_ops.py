@@ -128,20 +128,29 @@ def test_without_a_compiler_the_table_says_reference(monkeypatch: pytest.MonkeyP
     assert ops.names["matmul"] == "native" and CPU.names["rms_norm"] == "native"
 
 
-def test_adamw_in_one_pass() -> None:
+@pytest.mark.parametrize("weight_dtype", [None, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("moments_dtype", TOLERANCE)
+@pytest.mark.parametrize("grad_dtype", TOLERANCE)
+def test_adamw_in_one_pass(
+    grad_dtype: torch.dtype, moments_dtype: torch.dtype, weight_dtype: torch.dtype | None
+) -> None:
+    """Three steps, as the state is stored, of more elements than a thread takes at once."""
     generator = torch.Generator().manual_seed(0)
-    start = [*torch.randn(3, 1000, generator=generator), torch.rand(1000, generator=generator)]
+    size = 70_001
+    param, mean, square = torch.randn(size, generator=generator), *torch.rand(2, size, generator=generator)
+    grads = torch.randn(3, size, generator=generator).to(grad_dtype)
+    settings = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "grad_scale": 0.25}
     found = []
     for ops in (CPU, REFERENCE):
-        param, grad, exp_avg, exp_avg_sq = (tensor.clone() for tensor in start)
-        for step in (1, 2, 3):
-            ops.adamw_step(
-                param, grad, exp_avg, exp_avg_sq, step=step, lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1
-            )
-        found.append((param, exp_avg, exp_avg_sq))
-    (param, *moments), (want, *want_moments) = found
-    assert (param - want).abs().max() <= 1e-6 * want.abs().max()
-    assert all(torch.equal(got, expected) for got, expected in zip(moments, want_moments, strict=True))
+        state = [param.clone(), mean.to(moments_dtype, copy=True), square.to(moments_dtype, copy=True)]
+        weight = [] if weight_dtype is None else [torch.zeros(size, dtype=weight_dtype)]
+        for step, grad in enumerate(grads, start=1):
+            ops.adamw_step(state[0], grad.clone(), *state[1:], *weight, step=step, **settings)
+        assert all(torch.equal(copy, state[0].to(copy.dtype)) for copy in weight)
+        found.append(state)
+    for got, want in zip(*found, strict=True):
+        tolerance = 1e-6 if moments_dtype == torch.float32 else TOLERANCE[torch.bfloat16]
+        assert (got.float() - want.float()).abs().max() <= tolerance * want.float().abs().max()
 
 
 def test_products_without_bfloat16_instructions_are_rounded_once() -> None:

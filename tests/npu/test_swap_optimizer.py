@@ -112,7 +112,8 @@ def test_between_steps_the_device_is_free_of_the_optimizers_size(groups: Process
     (state,) = swapped.shards
     state_bytes = 12 * state.buffer.param_shard.numel()
     assert state_bytes > 12 * 2 * WIDTH**2
-    assert held[2] - held[1] == pytest.approx(state_bytes, rel=0.01)
+    beside_params = state_bytes if dtype == torch.bfloat16 else state_bytes * 2 // 3  # fp32 ones are their own masters
+    assert held[2] - held[1] == pytest.approx(beside_params, rel=0.01)
     assert all(item.tensor.is_pinned() for item in state.tensors.values())
 
     _step(plain, 0), _step(swapped, 0)
@@ -173,9 +174,9 @@ def _steps_of_a_worker(model_dir: str, overrides: list[str]) -> list[tuple[int, 
         batch = batch.union(worker.compute_ref_log_prob(worker_batch(batch)))
         batch.batch["advantages"] = batch.batch["response_mask"].float()
         worker.update_actor(worker_batch(batch, "advantages"))
-        tensors = [item.current for shard in worker.optimizer.shards for item in shard.tensors.values()]
-        found.append((sum(tensor.nbytes for tensor in tensors if tensor.is_npu), held_bytes()))
-    assert tensors and sum(tensor.nbytes for tensor in tensors) > 0
+        items = [item for shard in worker.optimizer.shards for item in shard.tensors.values()]
+        found.append((sum(item.device_bytes for item in items), held_bytes()))
+    assert items and sum(item.current.nbytes for item in items) > 0
     return found
 
 

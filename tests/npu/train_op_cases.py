@@ -311,17 +311,19 @@ def router_without_tokens(new: Maker, size: Sizes) -> Call:
 
 
 def adamw(new: Maker, size: Sizes) -> Call:
-    """Three steps in place."""
+    """Three steps in place, the gradients clipped; all but the float32 parameter is of the case's dtype."""
 
-    def run(ops: TrainOps, param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> tuple[Tensor, ...]:
+    def run(ops: TrainOps, param: Tensor, weight: Tensor, grad: Tensor, *moments: Tensor) -> tuple[Tensor, ...]:
+        settings: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
         for step in (1, 2, 3):
-            ops.adamw_step(
-                param, grad, exp_avg, exp_avg_sq, step=step, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
-            )
-        return param, exp_avg, exp_avg_sq
+            ops.adamw_step(param, grad, *moments, weight, step=step, grad_scale=0.5, **settings)
+        return param, weight, *moments
 
-    flat = [new.floats(size.parameters) for _ in range(3)]
-    return Call(run, [*flat, new.floats(size.parameters).square()])
+    weight, grad, exp_avg = (new.floats(size.parameters) for _ in range(3))
+    return Call(
+        run,
+        [new.floats(size.parameters, dtype=FP32), weight, grad, exp_avg, new.floats(size.parameters).square()],
+    )
 
 
 def _entry(*cases: Any, npu_ops: tuple[str, ...], **options: Any) -> Entry:
@@ -388,5 +390,5 @@ CASES: dict[str, Entry] = {
         npu_ops=("npu_moe_gating_top_k",),
         dtypes=(FP32,),
     ),
-    "adamw_step": _entry(adamw, npu_ops=("aten::_fused_adamw_",), dtypes=(FP32,)),
+    "adamw_step": _entry(adamw, npu_ops=("aten::_fused_adamw_",)),
 }

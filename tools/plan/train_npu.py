@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.ops import TrainOps
+from megatron.core.ops.reference import in_float32
 from megatron.core.ops.reference_moe import GroupedMatmulFunction
 from mindspeed.ops.grouped_matmul import has_float32_sums
 from tools.plan.launches import launched
@@ -153,5 +154,17 @@ def _token_unpermute(rows: Tensor, row_map: Tensor, probs_TK: Tensor | None = No
     return by_choice if topk == 1 else by_choice.unflatten(0, (-1, topk)).sum(1)
 
 
-def _adamw_step(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, **how: Any) -> None:
-    launched(2)  # the number of the step is a tensor there
+def _adamw_step(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    weight: Tensor | None = None,
+    *,
+    grad_scale: float = 1.0,
+    **how: Any,
+) -> None:
+    with in_float32(grad, exp_avg, exp_avg_sq, scale=grad_scale):
+        launched(2)  # the number of the step is a tensor there
+    if weight is not None:
+        weight.copy_(param)

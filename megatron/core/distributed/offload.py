@@ -96,3 +96,32 @@ class HostTensor(OffloadableTensor):
 
     def onload(self, keep_values: bool = True) -> None:
         """Do nothing: an update copies in what it needs."""
+
+
+class SharedTensor(OffloadableTensor):
+    """Elements of another flat tensor, which offloads and counts them."""
+
+    def __init__(self, whole: OffloadableTensor, start: int, stop: int) -> None:
+        self.tensor = whole.tensor[start:stop]
+        self._whole, self._part = whole, slice(start, stop)
+
+    @property
+    def current(self) -> Tensor:
+        """The elements, where the other tensor has them now."""
+        return self._whole.current[self._part]
+
+    @property
+    def device_bytes(self) -> int:
+        """Nothing of its own."""
+        return 0
+
+    @property
+    def host_bytes(self) -> int:
+        """Nothing of its own."""
+        return 0
+
+    def offload(self, keep_values: bool = True) -> None:
+        """Do nothing: the other tensor does it."""
+
+    def onload(self, keep_values: bool = True) -> None:
+        """Do nothing: the other tensor does it."""

@@ -166,10 +166,13 @@ class TopkRouter(Protocol):
 
 
 class AdamwStep(Protocol):
-    """One AdamW step (arXiv 1711.05101) in place on flat float32 tensors of one length; ``step`` counts from 1.
+    """One AdamW step (arXiv 1711.05101) in place on flat tensors of one length; ``step`` counts from 1.
 
-    ``p *= 1 - lr wd``; ``m = b1 m + (1-b1) g``; ``v = b2 v + (1-b2) g^2``;
-    ``p -= lr m/(1-b1^step) / (sqrt(v/(1-b2^step)) + eps)``.
+    ``g = grad_scale grad``; ``p *= 1 - lr wd``; ``m = b1 m + (1-b1) g``; ``v = b2 v + (1-b2) g^2``;
+    ``p -= lr m/(1-b1^step) / (sqrt(v/(1-b2^step)) + eps)``; ``weight = p``.
+
+    param is float32; grad, exp_avg and exp_avg_sq are stored in float32 or bfloat16 and computed in float32; weight,
+    the model's own copy of param, is of any float dtype (None: there is none). grad's values are lost.
     """
 
     def __call__(
@@ -178,12 +181,14 @@ class AdamwStep(Protocol):
         grad: Tensor,
         exp_avg: Tensor,
         exp_avg_sq: Tensor,
+        weight: Tensor | None = None,
         *,
         step: int,
         lr: float,
         betas: tuple[float, float],
         eps: float,
         weight_decay: float,
+        grad_scale: float = 1.0,
     ) -> None: ...
 
 

@@ -10,32 +10,39 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron.core.ops.reference import in_float32
+
 
 def adamw_step(
     param: Tensor,
     grad: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
+    weight: Tensor | None = None,
     *,
     step: int,
     lr: float,
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
+    grad_scale: float = 1.0,
 ) -> None:
-    """See ``contract.AdamwStep``: each value is read and written once, without temporaries."""
-    torch._fused_adamw_(
-        [param],
-        [grad],
-        [exp_avg],
-        [exp_avg_sq],
-        [],
-        [torch.full((1,), float(step), device=param.device)],
-        lr=lr,
-        beta1=betas[0],
-        beta2=betas[1],
-        weight_decay=weight_decay,
-        eps=eps,
-        amsgrad=False,
-        maximize=False,
-    )
+    """See ``contract.AdamwStep``: in float32 each value is read and written once, without temporaries."""
+    with in_float32(grad, exp_avg, exp_avg_sq, scale=grad_scale) as (wide_grad, mean, square):
+        torch._fused_adamw_(
+            [param],
+            [wide_grad],
+            [mean],
+            [square],
+            [],
+            [torch.full((1,), float(step), device=param.device)],
+            lr=lr,
+            beta1=betas[0],
+            beta2=betas[1],
+            weight_decay=weight_decay,
+            eps=eps,
+            amsgrad=False,
+            maximize=False,
+        )
+    if weight is not None:
+        weight.copy_(param)

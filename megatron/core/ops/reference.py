@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
@@ -64,19 +66,36 @@ def adamw_step(
     grad: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
+    weight: Tensor | None = None,
     *,
     step: int,
     lr: float,
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
+    grad_scale: float = 1.0,
 ) -> None:
     """See ``contract.AdamwStep``; needs one temporary of the parameter's size."""
     beta1, beta2 = betas
-    exp_avg.lerp_(grad, 1 - beta1)
-    exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-    denominator = (exp_avg_sq / (1 - beta2**step)).sqrt_().add_(eps)
-    param.mul_(1 - lr * weight_decay).addcdiv_(exp_avg, denominator, value=-lr / (1 - beta1**step))
+    with in_float32(grad, exp_avg, exp_avg_sq, scale=grad_scale) as (wide_grad, mean, square):
+        mean.lerp_(wide_grad, 1 - beta1)
+        square.mul_(beta2).addcmul_(wide_grad, wide_grad, value=1 - beta2)
+        denominator = (square / (1 - beta2**step)).sqrt_().add_(eps)
+        param.mul_(1 - lr * weight_decay).addcdiv_(mean, denominator, value=-lr / (1 - beta1**step))
+    if weight is not None:
+        weight.copy_(param)
+
+
+@contextmanager
+def in_float32(grad: Tensor, *moments: Tensor, scale: float) -> Iterator[list[Tensor]]:
+    """Give grad, multiplied by ``scale``, and the moments in float32 to a step that changes the moments in place."""
+    if scale != 1.0:
+        grad.mul_(scale)
+    wide = [tensor.float() for tensor in moments]  # itself when it is float32
+    yield [grad.float(), *wide]
+    for stored, new in zip(moments, wide, strict=True):
+        if stored is not new:
+            stored.copy_(new)
 
 
 def _at_least_fp32(x: Tensor) -> Tensor:

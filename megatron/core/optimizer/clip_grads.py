@@ -24,12 +24,12 @@ def get_grad_norm_fp32(square_sum: Tensor, grad_stats_parallel_group: dist.Proce
     return total.sqrt().item()
 
 
-def clip_grad_by_total_norm_fp32(grads: Sequence[Tensor], max_norm: float, total_norm: float) -> None:
-    """Scale ``grads`` in place by max_norm / (total_norm + 1e-6) when that is below 1."""
-    scale = max_norm / (total_norm + 1e-6)
-    if scale < 1.0:
-        for grad in grads:
-            grad.mul_(scale)
+def clip_scale(max_norm: float, total_norm: float) -> float:
+    """What gradients of ``total_norm`` are multiplied by: max_norm / (total_norm + 1e-6), at most 1; 1 for max_norm 0.
+
+    The update multiplies by it as it reads them (upstream's ``clip_grad_by_total_norm_fp32`` is a pass of its own).
+    """
+    return min(1.0, max_norm / (total_norm + 1e-6)) if max_norm > 0 else 1.0
 
 
 def _square_sum(grad: Tensor) -> Tensor:

@@ -18,9 +18,9 @@ from megatron.core.distributed import (
     ParamAndGradBuffer,
 )
 from megatron.core.distributed.finite_check import find_non_finite
-from megatron.core.distributed.offload import HostTensor, OffloadableTensor
+from megatron.core.distributed.offload import HostTensor, OffloadableTensor, SharedTensor
 from megatron.core.ops import TrainOps
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32, local_square_sum
+from megatron.core.optimizer.clip_grads import clip_scale, get_grad_norm_fp32, local_square_sum
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_state import ProcessGroups
 
@@ -33,7 +33,10 @@ CHUNK_SIZE = 1 << 22
 
 @dataclass(frozen=True)
 class ShardState:
-    """State of the elements from ``start`` on of one buffer's shard: tensors [numel] in the config's dtypes."""
+    """State of the elements from ``start`` on of one buffer's shard: tensors [numel] in the config's dtypes.
+
+    Parameters in fp32 are their own master weights, unless the master weights live elsewhere, on the host.
+    """
 
     buffer: ParamAndGradBuffer
     start: int
@@ -109,6 +112,7 @@ class DistributedOptimizer:
         self.groups = groups
         self.ops = ops
         self.num_steps = 0
+        self.grad_scale = 1.0  # of the update under way: what clips the gradients
         self.param_groups: list[dict[str, float]] = [
             {"lr": config.lr, "weight_decay": config.weight_decay},
             {"lr": config.lr, "weight_decay": 0.0},
@@ -132,9 +136,7 @@ class DistributedOptimizer:
         if not math.isfinite(grad_norm):
             self._report_non_finite(grad_norm)
             return False, grad_norm, None
-        if self.config.clip_grad > 0:
-            grads = [buffer.grad_shard for buffer in self.model.param_and_grad_buffers]
-            clip_grad_by_total_norm_fp32(grads, self.config.clip_grad, grad_norm)
+        self.grad_scale = clip_scale(self.config.clip_grad, grad_norm)
         self.num_steps += 1
         self._update_shards()
         self.model.start_param_sync()
@@ -182,7 +184,7 @@ class DistributedOptimizer:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Tensor | float | int]) -> None:
-        """Load the ``state_dict()`` of the same model in the same layout; the parameters do not change.
+        """Load the ``state_dict()`` of the same model in the same layout; of the parameters only fp32 ones change.
 
         Raises ``ValueError`` when names or shapes differ.
         """
@@ -250,11 +252,15 @@ class DistributedOptimizer:
         return [self._new_state(buffer, 0, buffer.param_shard.numel())]
 
     def _new_state(self, buffer: ParamAndGradBuffer, start: int, stop: int) -> ShardState:
-        """State on the device: master weights equal to the parameters, moments zero."""
+        """State on the device: master weights equal to the parameters (those themselves in fp32), moments zero."""
         params, dtypes = buffer.param_shard[start:stop], self.config.state_dtypes
-        master = params.to(dtypes.pop("master"), copy=True)
-        zeros = (OffloadableTensor(torch.zeros_like(master, dtype=dtype)) for dtype in dtypes.values())
-        return ShardState(buffer, start, OffloadableTensor(master), *zeros)
+        if params.dtype == dtypes.pop("master"):
+            first = buffer.shard[0]
+            master: OffloadableTensor = SharedTensor(buffer.params, first + start, first + stop)
+        else:
+            master = OffloadableTensor(params.to(torch.float32))
+        zeros = (OffloadableTensor(torch.zeros_like(params, dtype=dtype)) for dtype in dtypes.values())
+        return ShardState(buffer, start, master, *zeros)
 
     def _update_shards(self) -> None:
         """One AdamW step on every shard's state, then copy the master weights to the shard's parameters."""
@@ -263,8 +269,7 @@ class DistributedOptimizer:
     def _update_on_device(self, states: Sequence[ShardState]) -> None:
         for state in states:
             for chunk in self._chunks(state, CHUNK_SIZE):
-                self._adamw(chunk.state, chunk.grads, chunk.group, self.ops)
-                chunk.params.copy_(chunk.state[0])
+                self._adamw(chunk.state, chunk.grads, chunk.params, chunk.group, self.ops)
 
     def _chunks(self, state: ShardState, size: int) -> Iterator[Chunk]:
         """All elements of ``state`` in chunks of at most ``size``, each with one group: decayed or undecayed."""
@@ -277,20 +282,21 @@ class DistributedOptimizer:
                 tensors = tuple(item.tensor[part] for item in state.tensors.values())
                 yield Chunk(state.buffer, tensors, state.params[part], state.grads[part], group)
 
-    def _adamw(self, state: tuple[Tensor, ...], grads: Tensor, group: dict[str, float], ops: TrainOps) -> None:
-        """One step in float32 on ``state``, whatever dtypes it is stored in."""
-        master, exp_avg, exp_avg_sq = (tensor.float() for tensor in state)  # itself when it is float32
+    def _adamw(
+        self, state: tuple[Tensor, ...], grads: Tensor, params: Tensor, group: dict[str, float], ops: TrainOps
+    ) -> None:
+        """One step on ``state`` and the parameters, with the gradients clipped; ``grads`` are of no use after it."""
+        master, exp_avg, exp_avg_sq = state
         ops.adamw_step(
             master,
-            grads.float(),
+            grads,
             exp_avg,
             exp_avg_sq,
+            None if params.data_ptr() == master.data_ptr() else params,
             step=self.num_steps,
             lr=group["lr"],
             betas=(self.config.adam_beta1, self.config.adam_beta2),
             eps=self.config.adam_eps,
             weight_decay=group["weight_decay"],
+            grad_scale=self.grad_scale,
         )
-        for stored, new in zip(state, (master, exp_avg, exp_avg_sq), strict=True):
-            if stored is not new:
-                stored.copy_(new)

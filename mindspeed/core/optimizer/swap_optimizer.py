@@ -71,8 +71,7 @@ class SwapOptimizer(DistributedOptimizer):
         streams.finish()
 
     def _update(self, chunk: Chunk, on_device: tuple[Tensor, ...]) -> None:
-        self._adamw(on_device, chunk.grads, chunk.group, self.ops)
-        chunk.params.copy_(on_device[0])
+        self._adamw(on_device, chunk.grads, chunk.params, chunk.group, self.ops)
 
 
 def get_swap_optimizer(

@@ -25,7 +25,7 @@ from megatron.core.ops.cpu.instructions import instructions
 SOURCES = Path(__file__).with_name("csrc")
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC")
 _TYPES = {"r": ctypes.c_void_p, "w": ctypes.c_void_p, "l": ctypes.c_long, "f": ctypes.c_float}
-_SCHEMAS = {"r": "Tensor? {}", "w": "Tensor({}!) {}", "l": "int {}", "f": "float {}"}
+_SCHEMAS = {"r": "Tensor? {}", "w": "Tensor({}!)? {}", "l": "int {}", "f": "float {}"}
 # r: a tensor that is read, w: one that is written, l: an integer, f: a float; dtype and number of threads follow.
 _ARGUMENTS = {
     "rms_norm": "rrwwlllf",
@@ -35,6 +35,7 @@ _ARGUMENTS = {
     "rotary": "rrrwlllllf",
     "add_rows": "rrrwlll",
     "weighted_rows_grad": "rrrrwwlll",
+    "adamw": "wrwwwllffffffff",
     "attention": "rrrrrwllllllfl",
     "attention_grad": "rrrrrrwwwllllllfl",
 }

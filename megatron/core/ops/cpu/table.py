@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.ops import fused_adamw
 from megatron.core.ops.contract import TrainOps
 from megatron.core.ops.cpu import rows
+from megatron.core.ops.cpu.adamw import adamw_step
 from megatron.core.ops.cpu.attention import core_attention
 from megatron.core.ops.cpu.build import has_compiler
 from megatron.core.ops.cpu.instructions import is_widened
-from megatron.core.ops.fused_adamw import adamw_step
 from megatron.core.ops.reference import reference_ops
 from megatron.core.ops.reference_moe import GroupedMatmulFunction
 
@@ -25,13 +26,14 @@ _WIDE_ELEMENTS, _MIN_WIDE_ROWS = 1 << 24, 256
 def cpu_ops() -> TrainOps:
     """Matmuls in float32 where bfloat16 has no instruction; AdamW in one pass.
 
-    With a C++ compiler there are kernels for attention, norms, SwiGLU, rotary positions and the order of tokens by
-    expert; without one these are the reference, and the table says so.
+    With a C++ compiler there are kernels for attention, norms, SwiGLU, rotary positions, the order of tokens by expert
+    and AdamW; without one these are the reference, AdamW torch's, and the table says so.
     """
-    native: dict[str, Any] = {"matmul": matmul, "grouped_matmul": grouped_matmul, "adamw_step": adamw_step}
+    native: dict[str, Any] = {"matmul": matmul, "grouped_matmul": grouped_matmul, "adamw_step": fused_adamw.adamw_step}
     if has_compiler():
         names = ("rms_norm", "swiglu", "rotary_interleaved", "token_permute", "token_unpermute")
-        native |= {"core_attention": core_attention} | {name: getattr(rows, name) for name in names}
+        native |= {"core_attention": core_attention, "adamw_step": adamw_step}
+        native |= {name: getattr(rows, name) for name in names}
     table = reference_ops()
     return replace(table, **native, names=table.names | dict.fromkeys(native, "native"))
 

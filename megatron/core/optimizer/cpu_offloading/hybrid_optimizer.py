@@ -109,8 +109,7 @@ class HybridDeviceOptimizer(DistributedOptimizer):
         _copy(chunk.grads.to(slot.dtype), slot)  # cast on the device, so that the narrow values travel
 
     def _update_on_host(self, chunk: Chunk, grads: Tensor, params: Tensor) -> None:
-        self._adamw(chunk.state, grads, chunk.group, self.host_ops)
-        params.copy_(chunk.state[0])
+        self._adamw(chunk.state, grads, params, chunk.group, self.host_ops)
 
     def _grad_slot(self, chunk: Chunk, index: int) -> Tensor:
         return self._slot(f"gradients {self._grad_dtype(chunk.buffer)}", chunk, index)
