@@ -6,7 +6,7 @@ from functools import partial
 
 from megatron.core.ops.contract import TrainOps
 from megatron.core.ops.fused_adamw import adamw_step
-from megatron.core.ops.reference import matmul, reference_ops
+from megatron.core.ops.reference import cross_entropy_grad, log_sum_exp, matmul, reference_ops
 from mindspeed.ops.fusion_attention import FusionAttention
 from mindspeed.ops.gating_topk import topk_router
 from mindspeed.ops.grouped_matmul import grouped_matmul
@@ -31,6 +31,7 @@ def train_ops(mla_fa_without_pad: bool = False, gemm_gradient_accumulation_fusio
         )
     if gemm_gradient_accumulation_fusion:
         names["grouped_matmul"] = "native (adds half-precision weight gradients in float32: npu_grouped_matmul_add_)"
+    names |= dict.fromkeys(("log_sum_exp", "cross_entropy_grad"), "reference")
     names["topk_router"] = "native choice for sigmoid scores, reference for softmax"
     return TrainOps(
         rms_norm=rms_norm,
@@ -44,6 +45,8 @@ def train_ops(mla_fa_without_pad: bool = False, gemm_gradient_accumulation_fusio
         token_permute=token_permute,
         token_unpermute=token_unpermute,
         topk_router=topk_router,
+        log_sum_exp=log_sum_exp,
+        cross_entropy_grad=cross_entropy_grad,
         adamw_step=adamw_step,
         names=names,
     )

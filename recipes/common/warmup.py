@@ -112,7 +112,7 @@ def train(warmup: Warmup) -> None:
     for step, (mine, num_learned) in enumerate(islice(batches(warmup, groups.rank), warmup.num_steps), start=1):
         optimizer.zero_grad()
         logits_TV = ddp(mine.input_ids_T, mine.position_ids_T, mine.sequences)
-        loss_T = vocab_parallel_cross_entropy(logits_TV, mine.labels_T, groups.tp)
+        loss_T = vocab_parallel_cross_entropy(logits_TV, mine.labels_T, groups.tp, ops)
         loss = (loss_T * mine.is_learned_T).sum() / num_learned
         loss.backward()
         finalize_model_grads(ddp, groups)

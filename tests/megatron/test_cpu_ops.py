@@ -111,6 +111,57 @@ def test_grouped_matmul(dtype: torch.dtype) -> None:
     _assert_same(lambda ops, x, w: ops.grouped_matmul(x, w, counts), dtype, (8, 6), (3, 6, 4))
 
 
+@pytest.mark.parametrize("sums_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_weight_gradients_of_experts_are_added_up(dtype: torch.dtype, sums_dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, w, grad = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((8, 6), (3, 6, 4), (8, 4)))
+    before = torch.randn(3, 6, 4, generator=generator).to(sums_dtype)
+    w.requires_grad_()
+    w.main_grad, w.grad_added_to_main_grad = before.clone(), False  # type: ignore[attr-defined]
+    CPU.grouped_matmul(x, w, torch.tensor([3, 0, 5])).backward(grad)
+    assert w.grad_added_to_main_grad  # type: ignore[attr-defined]
+    want = before.double()
+    for expert, rows in ((0, slice(3)), (2, slice(3, 8))):
+        want[expert] += x[rows].double().t() @ grad[rows].double()
+    got = w.main_grad.double()  # type: ignore[attr-defined]
+    assert (got - want).abs().max() <= max(TOLERANCE[dtype], TOLERANCE[sums_dtype]) * want.abs().max()
+    assert torch.equal(got[1], before[1].double())
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", [(5, 7), (3, 70_001)])
+def test_sums_over_logits(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    """Rows of a wider tensor; logits far from one another, a masked one, and a target that another rank has."""
+    generator = torch.Generator().manual_seed(0)
+    wide = (10 * torch.randn(shape[0], shape[1] + 3, generator=generator)).to(dtype)
+    logits = wide[:, : shape[1]]
+    logits[0] += 300
+    target = torch.randint(shape[1], shape[:1], generator=generator)
+    target[1], target[2] = -1, 0
+    grad = torch.randn(shape[0], generator=generator)
+    lse, mean = CPU.log_sum_exp(logits, with_mean=True)
+    want_lse, want_mean = REFERENCE.log_sum_exp(logits.double(), with_mean=True)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(mean.double(), want_mean, rtol=1e-6, atol=1e-5)
+    assert CPU.log_sum_exp(logits)[1] is None
+    logits[2, 3] = -torch.inf
+    lse, _ = CPU.log_sum_exp(logits)
+    torch.testing.assert_close(lse, REFERENCE.log_sum_exp(logits)[0])
+    got = CPU.cross_entropy_grad(logits, lse, target, grad)
+    want = REFERENCE.cross_entropy_grad(logits, lse, target, grad)
+    assert got.dtype == dtype and got[2, 3] == 0
+    assert (got.float() - want.float()).abs().max() <= TOLERANCE[dtype] * want.float().abs().max()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_sums_over_logits_that_are_not_finite(value: float) -> None:
+    logits = torch.randn(3, 40)
+    logits[1, 5] = value
+    (lse, _), (want, _) = CPU.log_sum_exp(logits), REFERENCE.log_sum_exp(logits)
+    torch.testing.assert_close(lse, want, equal_nan=True)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_matmul_takes_transposed_operands(dtype: torch.dtype) -> None:
     a, b = (torch.randn(7, 5).to(dtype) for _ in range(2))
@@ -123,7 +174,8 @@ def test_matmul_takes_transposed_operands(dtype: torch.dtype) -> None:
 def test_without_a_compiler_the_table_says_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     ops = cpu_ops()
-    for name in ("core_attention", "rms_norm", "swiglu", "rotary_interleaved", "token_permute", "token_unpermute"):
+    names = ("core_attention", "rms_norm", "swiglu", "rotary_interleaved", "token_permute", "token_unpermute")
+    for name in (*names, "log_sum_exp", "cross_entropy_grad"):
         assert ops.names[name] == "reference" and getattr(ops, name) is getattr(REFERENCE, name)
     assert ops.names["matmul"] == "native" and CPU.names["rms_norm"] == "native"
 

@@ -205,7 +205,7 @@ def _forward_step(batches: Iterator[PackedBatch], model: nn.Module) -> tuple[tor
     batch = next(batches)
 
     def loss_func(logits_TV: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
-        loss = vocab_parallel_cross_entropy(logits_TV, batch.labels_T, model.groups.tp).sum()
+        loss = vocab_parallel_cross_entropy(logits_TV, batch.labels_T, model.groups.tp, reference_ops()).sum()
         return loss, {"loss": loss.item()}
 
     return model(batch.ids_T, batch.positions_T, batch.params), loss_func

@@ -83,8 +83,8 @@ def _losses(group: dist.ProcessGroup, rank: int, size: int) -> None:
     }
     local = whole.detach().chunk(size, dim=1)[rank].clone().requires_grad_()
     got = {
-        "loss": tp.vocab_parallel_cross_entropy(local, target, group),
-        "entropy": tp.vocab_parallel_entropy(local, group),
+        "loss": tp.vocab_parallel_cross_entropy(local, target, group, reference_ops()),
+        "entropy": tp.vocab_parallel_entropy(local, group, reference_ops()),
     }
     for name in expected:
         _close(got[name], expected[name])
@@ -140,6 +140,7 @@ def test_losses_in_bf16_and_over_several_chunks() -> None:
 
 def _loss_and_grad(logits: torch.Tensor, target: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
     logits = logits.detach().requires_grad_()
-    loss, entropy = tp.vocab_parallel_cross_entropy(logits, target, group), tp.vocab_parallel_entropy(logits, group)
+    loss = tp.vocab_parallel_cross_entropy(logits, target, group, reference_ops())
+    entropy = tp.vocab_parallel_entropy(logits, group, reference_ops())
     grads = [torch.autograd.grad(value.sum(), logits)[0] for value in (loss, entropy)]
     return [loss.detach(), grads[0], entropy.detach(), grads[1]]

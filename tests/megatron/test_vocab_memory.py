@@ -11,12 +11,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron.core.ops import reference_ops
+from megatron.core.ops.reference_vocab import MAX_TEMPORARY_BYTES
 from megatron.core.parallel_state import ProcessGroups
-from megatron.core.tensor_parallel.cross_entropy import (
-    MAX_TEMPORARY_BYTES,
-    vocab_parallel_cross_entropy,
-    vocab_parallel_entropy,
-)
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_entropy
 
 NUM_TOKENS, VOCAB = 320, 129_280 // 2  # 79 MiB in float32: five chunks
 
@@ -61,9 +59,9 @@ def test_temporaries_stay_below_the_bound(one_rank: ProcessGroups, what: str) ->
 
     with PeakBytes() as forward, saved_tensors_hooks(pack, lambda tensor: tensor):
         if what == "entropy":
-            value_T = vocab_parallel_entropy(logits_TV, one_rank.tp)
+            value_T = vocab_parallel_entropy(logits_TV, one_rank.tp, reference_ops())
         else:
-            value_T = vocab_parallel_cross_entropy(logits_TV, target_T, one_rank.tp)
+            value_T = vocab_parallel_cross_entropy(logits_TV, target_T, one_rank.tp, reference_ops())
     own = logits_TV.untyped_storage()
     assert (own.data_ptr(), own.nbytes()) in saved
     assert sum(num_bytes for _, num_bytes in saved) - own.nbytes() < 64 * NUM_TOKENS

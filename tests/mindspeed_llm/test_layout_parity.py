@@ -84,7 +84,9 @@ def gradients(
         part = next(rest)
 
         def loss_func(logits_TV: torch.Tensor) -> tuple[torch.Tensor, None]:
-            return vocab_parallel_cross_entropy(logits_TV, part.labels_T, groups.tp).sum() / sum(LENGTHS), None
+            return vocab_parallel_cross_entropy(logits_TV, part.labels_T, groups.tp, reference_ops()).sum() / sum(
+                LENGTHS
+            ), None
 
         return model(part.ids_T, part.positions_T, part.params), loss_func
 

@@ -43,7 +43,7 @@ def _train(groups: ProcessGroups, is_special: bool) -> tuple[list[float], list[f
         batch = packed_batch([5, 9, 2], config.vocab_size, seed=2 * step + groups.coords.dp)
         optimizer.zero_grad()
         logits_TV = ddp(batch.ids_T.to(device), batch.positions_T.to(device), batch.params)
-        loss = vocab_parallel_cross_entropy(logits_TV, batch.labels_T.to(device), groups.tp).mean()
+        loss = vocab_parallel_cross_entropy(logits_TV, batch.labels_T.to(device), groups.tp, ops).mean()
         loss.backward()
         finalize_model_grads(ddp, groups)
         is_updated, grad_norm, _ = optimizer.step()

@@ -15,6 +15,8 @@ npusim = pytest.importorskip("npusim", reason="needs the simulator: source tests
 NATIVE, REFERENCE = train_ops(), reference_ops()
 # Other models' routing, which CANN takes from 8.5 on.
 NOT_DEEPSEEKS = {"router_without_groups"}
+# No kernel of CANN takes a vocabulary that is split over ranks.
+REFERENCES = ("log_sum_exp", "cross_entropy_grad")
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
@@ -42,7 +44,8 @@ def test_shapes_and_limits_at_the_sizes_of_deepseek_v3(entry: str, case: str, la
 @pytest.mark.parametrize("entry", list(CASES))
 def test_native_entries_run_their_npu_ops(entry: str) -> None:
     how = CASES[entry]
-    assert NATIVE.names[entry].split()[0] == "native", f"{entry} is not native: say why here, and what it runs"
+    kind = "reference" if entry in REFERENCES else "native"
+    assert NATIVE.names[entry].split()[0] == kind, f"{entry} is not {kind}: say why here, and what it runs"
     npusim.reset_calls()
     for case in how.cases.values():
         outcome(NATIVE, case(Maker(how.dtypes[-1]), TINY), "npu")

@@ -7,13 +7,10 @@ import torch
 from torch import nn
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.ops.reference_vocab import MAX_TEMPORARY_BYTES
 from megatron.core.optimizer import DistributedOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.parallel_state import ProcessGroups
-from megatron.core.tensor_parallel.cross_entropy import (
-    MAX_TEMPORARY_BYTES,
-    vocab_parallel_cross_entropy,
-    vocab_parallel_entropy,
-)
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_entropy
 from mindspeed.ops import train_ops
 from tests.npu.device_memory import held_bytes
 from tests.parallel.toy import toy_config
@@ -71,8 +68,8 @@ def test_losses_of_a_large_vocabulary_take_bounded_memory(groups: ProcessGroups,
 
     def value_T(logits_TV: torch.Tensor) -> torch.Tensor:
         if what == "entropy":
-            return vocab_parallel_entropy(logits_TV, groups.tp)
-        return vocab_parallel_cross_entropy(logits_TV, target_T.to(logits_TV.device), groups.tp)
+            return vocab_parallel_entropy(logits_TV, groups.tp, train_ops())
+        return vocab_parallel_cross_entropy(logits_TV, target_T.to(logits_TV.device), groups.tp, train_ops())
 
     on_device = logits_TV.to(DEVICE).requires_grad_()
     before = held_bytes()

@@ -310,6 +310,19 @@ def router_without_tokens(new: Maker, size: Sizes) -> Call:
     return router(new, size, tokens=0)
 
 
+def sums_over_logits(new: Maker, size: Sizes) -> Call:
+    return Call(lambda ops, logits: ops.log_sum_exp(logits, with_mean=True), [new.floats(size.tokens, size.hidden)])
+
+
+def gradient_of_logits(new: Maker, size: Sizes) -> Call:
+    def run(ops: TrainOps, logits: Tensor, *of_tokens: Tensor) -> Tensor:
+        return ops.cross_entropy_grad(logits, *of_tokens)
+
+    lse, grad = (new.floats(size.tokens, dtype=FP32) for _ in range(2))
+    target = new.choices(size.tokens, 1, size.hidden).squeeze(1)
+    return Call(run, [new.floats(size.tokens, size.hidden), lse, target, grad])
+
+
 def adamw(new: Maker, size: Sizes) -> Call:
     """Three steps in place, the gradients clipped; all but the float32 parameter is of the case's dtype."""
 
@@ -390,5 +403,7 @@ CASES: dict[str, Entry] = {
         npu_ops=("npu_moe_gating_top_k",),
         dtypes=(FP32,),
     ),
+    "log_sum_exp": _entry(sums_over_logits, npu_ops=()),
+    "cross_entropy_grad": _entry(gradient_of_logits, npu_ops=()),
     "adamw_step": _entry(adamw, npu_ops=("aten::_fused_adamw_",)),
 }

@@ -321,7 +321,9 @@ def _forward_backward(
         batch = next(rest)
 
         def loss_func(logits_TV: torch.Tensor) -> tuple[torch.Tensor, float]:
-            loss = (vocab_parallel_cross_entropy(logits_TV, batch.labels_T, groups.tp) * batch.weight_T).sum()
+            loss = (
+                vocab_parallel_cross_entropy(logits_TV, batch.labels_T, groups.tp, reference_ops()) * batch.weight_T
+            ).sum()
             return loss, loss.item()
 
         # The weights are also those of the losses of multi-token prediction, where the model has it.

@@ -126,7 +126,9 @@ def _train(groups: ProcessGroups, layout: Layout) -> Outcome:
         batch = next(batches)
 
         def loss_func(logits_TV: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
-            loss = (vocab_parallel_cross_entropy(logits_TV, batch.labels_T, groups.tp) * batch.weight_T).sum()
+            loss = (
+                vocab_parallel_cross_entropy(logits_TV, batch.labels_T, groups.tp, reference_ops()) * batch.weight_T
+            ).sum()
             return loss, {"loss": loss.item()}
 
         return model(batch.input_ids_T, batch.position_ids_T, batch.packed), loss_func

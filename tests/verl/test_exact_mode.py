@@ -93,11 +93,11 @@ def as_batch(outputs: list[RequestOutput], temperature: float) -> DataProto:
 
 
 def make_actor(path: str, groups: ProcessGroups, dtype: torch.dtype, provider: str = TRAIN_OPS) -> MegatronPPOActor:
-    hf = load_hf_config(path)
-    model = build_model(hf, groups, resolve(provider), params_dtype=dtype)
+    hf, ops = load_hf_config(path), resolve(provider)
+    model = build_model(hf, groups, ops, params_dtype=dtype)
     assert isinstance(model, GPTModel)
     load_weights(model, local_plan(hf, ParallelLayout(1), groups.rank), HFCheckpoint(path))
-    return MegatronPPOActor(ActorConfig(), model.config, groups, model)
+    return MegatronPPOActor(ActorConfig(), model.config, groups, ops, model)
 
 
 def differences(batch: DataProto, log_probs: torch.Tensor | None) -> float:

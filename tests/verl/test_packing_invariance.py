@@ -77,8 +77,9 @@ def one_update(
     model_config = tiny_config(calculate_per_token_loss=True)
     model = make_model(model_config, groups)
     ddp = DistributedDataParallel(model_config, DistributedDataParallelConfig(), model, groups)
-    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.0, clip_grad=0.0), ddp, groups, reference_ops())
-    actor = MegatronPPOActor(config, model_config, groups, ddp, optimizer, None, correction)
+    ops = reference_ops()
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.0, clip_grad=0.0), ddp, groups, ops)
+    actor = MegatronPPOActor(config, model_config, groups, ops, ddp, optimizer, None, correction)
     metrics = actor.update_policy(sixty_four_rows(num_prompts))
     assert metrics["actor/skipped_steps"] == 0.0
     biases = {name: buffer.clone() for name, buffer in model.named_buffers() if name.endswith("expert_bias")}

@@ -128,7 +128,7 @@ def make_actor(
             | case.actor
         )
     )
-    return hf, ddp, MegatronPPOActor(config, model.config, groups, ddp, optimizer, None, case.correction)
+    return hf, ddp, MegatronPPOActor(config, model.config, groups, ops, ddp, optimizer, None, case.correction)
 
 
 def _update(case: Update, groups: ProcessGroups, device: str, ops: TrainOps | None) -> Updated | None:

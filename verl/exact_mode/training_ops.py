@@ -39,6 +39,7 @@ def exact_ops() -> TrainOps:
         "grouped_matmul": grouped_matmul,
         "token_unpermute": token_unpermute,
         "topk_router": topk_router,
+        "log_sum_exp": reference.log_sum_exp,
     }
     return replace(table, **entries, names=table.names | dict.fromkeys(entries, "exact"))
 

@@ -289,6 +289,7 @@ class ActorRolloutRefWorker(Worker, DistProfilerExtension):
             config,
             model.config,
             self.groups,
+            ops,
             self.actor_module,
             self.optimizer,
             self.scheduler,
@@ -312,7 +313,7 @@ class ActorRolloutRefWorker(Worker, DistProfilerExtension):
     def _build_ref(self, ops: TrainOps) -> MegatronPPOActor:
         model = self.new_model(ops, self.hf_config, self.config.ref.megatron or self.config.actor.megatron)
         self.ref_weights = HostResidentModel(model)
-        return MegatronPPOActor(self.config.actor, model.config, self.groups, model)
+        return MegatronPPOActor(self.config.actor, model.config, self.groups, ops, model)
 
     def _build_rollout(self) -> None:
         config = self.config.rollout

@@ -1,9 +1,10 @@
 """The table of device ops that the training engine calls; a device package supplies its own entries.
 
 Letters: T tokens, H hidden, N heads, D head size, R rotary size, F expert width, E experts, K experts of a token,
-B packed sequences. Every op but ``matmul``, ``adamw_step`` and the ``attention_block`` pair is differentiable in its
-floating-point inputs. "Tolerance" is the largest difference from ``reference.py``, relative to the largest output: 1e-6
-in float32, 1e-2 in bfloat16 unless an op says more.
+B packed sequences, V vocabulary. Every op is differentiable in its floating-point inputs, but for ``matmul``,
+``adamw_step``, the ``attention_block`` pair, ``log_sum_exp`` and ``cross_entropy_grad``. "Tolerance" is the largest
+difference from ``reference.py``, relative to the largest output: 1e-6 in float32, 1e-2 in bfloat16 unless an op says
+more.
 """
 
 from __future__ import annotations
@@ -165,6 +166,24 @@ class TopkRouter(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
+class LogSumExp(Protocol):
+    """logits_TV -> (lse_T, mean_T) float32: ``log sum_v exp(l_v)``; mean of l_v under the softmax, None when unwanted.
+
+    No gradient: see ``CrossEntropyGrad``.
+    """
+
+    def __call__(self, logits_TV: Tensor, with_mean: bool = False) -> tuple[Tensor, Tensor | None]: ...
+
+
+class CrossEntropyGrad(Protocol):
+    """logits_TV, lse_T float32, target_T int64, grad_T float32 -> [T, V] in the logits' dtype.
+
+    ``(exp(l_v - lse) - [v = target]) grad``; a target of -1 is none of these columns (another rank has it).
+    """
+
+    def __call__(self, logits_TV: Tensor, lse_T: Tensor, target_T: Tensor, grad_T: Tensor) -> Tensor: ...
+
+
 class AdamwStep(Protocol):
     """One AdamW step (arXiv 1711.05101) in place on flat tensors of one length; ``step`` counts from 1.
 
@@ -207,6 +226,8 @@ class TrainOps:
     token_permute: TokenPermute
     token_unpermute: TokenUnpermute
     topk_router: TopkRouter
+    log_sum_exp: LogSumExp
+    cross_entropy_grad: CrossEntropyGrad
     adamw_step: AdamwStep
     names: dict[str, str] = field(default_factory=dict)
 

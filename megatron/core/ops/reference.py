@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron.core.ops.contract import TrainOps
 from megatron.core.ops.reference_attention import attention_block, attention_block_grad, core_attention
 from megatron.core.ops.reference_moe import grouped_matmul, token_permute, token_unpermute, topk_router
+from megatron.core.ops.reference_vocab import cross_entropy_grad, log_sum_exp
 
 
 def reference_ops() -> TrainOps:
@@ -30,6 +31,8 @@ def reference_ops() -> TrainOps:
         "token_permute": token_permute,
         "token_unpermute": token_unpermute,
         "topk_router": topk_router,
+        "log_sum_exp": log_sum_exp,
+        "cross_entropy_grad": cross_entropy_grad,
         "adamw_step": adamw_step,
     }
     names = {field.name: "reference" for field in fields(TrainOps) if field.name != "names"}

@@ -132,12 +132,22 @@ def grouped_matmul(x: Tensor, w: Tensor, tokens_per_expert: Tensor) -> Tensor:
 
 
 class GroupedMatmulFunction(torch.autograd.Function):
-    """x [T, K], w [E, K, N], rows of each expert; ``mm_into(a, b, out)`` makes every product."""
+    """x [T, K], w [E, K, N], rows of each expert; ``mm_into(a, b, out)`` makes every product.
+
+    With ``add_mm(a, b, sums)`` the weight gradients are added to w's ``main_grad`` where it has one.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, counts: list[int], mm_into: Callable[..., None]) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        w: Tensor,
+        counts: list[int],
+        mm_into: Callable[..., None],
+        add_mm: Callable[..., None] | None = None,
+    ) -> Tensor:
         ctx.save_for_backward(x, w)
-        ctx.counts, ctx.mm_into = counts, mm_into
+        ctx.counts, ctx.mm_into, ctx.add_mm = counts, mm_into, add_mm
         out = x.new_empty(x.shape[0], w.shape[2])
         for x_e, w_e, out_e in zip(x.split(counts), w, out.split(counts), strict=True):
             mm_into(x_e, w_e, out_e)
@@ -154,9 +164,14 @@ class GroupedMatmulFunction(torch.autograd.Function):
                 ctx.mm_into(grad_e, w_e.t(), out_e)
         if ctx.needs_input_grad[1]:
             grad_w = torch.empty_like(w)
-            for grad_e, x_e, out_e in zip(grads, x.split(ctx.counts), grad_w, strict=True):
-                ctx.mm_into(x_e.t(), grad_e, out_e)
-        return grad_x, grad_w, None, None
+            sums = None if ctx.add_mm is None else getattr(w, "main_grad", None)
+            assert sums is None or sums.untyped_storage().nbytes(), "backward while the gradients are offloaded"
+            into, outs = (ctx.mm_into, grad_w) if sums is None else (ctx.add_mm, sums)
+            for grad_e, x_e, out_e in zip(grads, x.split(ctx.counts), outs, strict=True):
+                into(x_e.t(), grad_e, out_e)
+            if sums is not None:
+                w.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+        return grad_x, grad_w, None, None, None
 
 
 def _mm_into(a: Tensor, b: Tensor, out: Tensor) -> None:

@@ -13,6 +13,7 @@ from torch.profiler import record_function
 
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.models.gpt import GPTModel, ModelChunks
+from megatron.core.ops import TrainOps
 from megatron.core.optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.parallel_state import ProcessGroups
@@ -51,6 +52,7 @@ class MegatronPPOActor(BasePPOActor):
         config: ActorConfig,
         tf_config: TransformerConfig,
         groups: ProcessGroups,
+        ops: TrainOps,
         actor_module: DistributedDataParallel | GPTModel | ModelChunks,
         actor_optimizer: DistributedOptimizer | None = None,
         scheduler: OptimizerParamScheduler | None = None,
@@ -60,6 +62,7 @@ class MegatronPPOActor(BasePPOActor):
         self.rollout_correction = rollout_correction or RolloutCorrectionSection()
         self.tf_config = tf_config
         self.groups = groups
+        self.ops = ops
         self.actor_module = actor_module
         self.actor_optimizer = actor_optimizer
         self.scheduler = scheduler
@@ -204,7 +207,7 @@ class MegatronPPOActor(BasePPOActor):
             logits_SV = logits_SV if temperature == 1.0 else logits_SV / temperature
             log_probs_S = self._log_probs(logits_SV, micro, 1.0)
             with torch.set_grad_enabled(self.config.entropy_coeff != 0):
-                entropy_S = vocab_parallel_entropy(logits_SV, self.groups.tp)
+                entropy_S = vocab_parallel_entropy(logits_SV, self.groups.tp, self.ops)
             return loss(log_probs_S, entropy_S, micro)
 
         replay, traced = self._replay, self._routing
@@ -303,7 +306,7 @@ class MegatronPPOActor(BasePPOActor):
     def _log_probs(self, logits_SV: Tensor, micro: PackedMicroBatch, temperature: float) -> Tensor:
         # The policy that acted is softmax(logits / T); training must score that one (upstream leaves T out).
         scaled_SV = logits_SV if temperature == 1.0 else logits_SV / temperature
-        return -vocab_parallel_cross_entropy(scaled_SV, micro.labels_S, self.groups.tp)
+        return -vocab_parallel_cross_entropy(scaled_SV, micro.labels_S, self.groups.tp, self.ops)
 
 
 def split_rows(

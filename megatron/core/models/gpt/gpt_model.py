@@ -65,6 +65,7 @@ class GPTModel(nn.Module):
         _check(config, groups, vp_stage)
         self.config = config
         self.groups = groups
+        self.ops = ops
         self.vp_stage = vp_stage or 0
         is_last_chunk = self.vp_stage == groups.layout.virtual_pipeline_model_parallel_size - 1
         self.pre_process = groups.is_first_stage and self.vp_stage == 0 if pre_process is None else pre_process
@@ -142,7 +143,7 @@ class GPTModel(nn.Module):
         return logits
 
     def _token_losses(self, hidden_TH: Tensor, labels_T: Tensor) -> Tensor:
-        return vocab_parallel_cross_entropy(self._logits(hidden_TH), labels_T, self.groups.tp)
+        return vocab_parallel_cross_entropy(self._logits(hidden_TH), labels_T, self.groups.tp, self.ops)
 
     def set_input_tensor(self, input_tensor: Tensor | None) -> None:
         """Set the hidden state [T/TP, H] of the previous stage for the next ``forward``; the first stage ignores it."""

@@ -35,6 +35,8 @@ _ARGUMENTS = {
     "rotary": "rrrwlllllf",
     "add_rows": "rrrwlll",
     "weighted_rows_grad": "rrrrwwlll",
+    "log_sum_exp": "rwwlll",
+    "cross_entropy_grad": "rrrrwlll",
     "adamw": "wrwwwllffffffff",
     "attention": "rrrrrwllllllfl",
     "attention_grad": "rrrrrrwwwllllllfl",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron.core.ops import fused_adamw
 from megatron.core.ops.contract import TrainOps
-from megatron.core.ops.cpu import rows
+from megatron.core.ops.cpu import rows, vocab
 from megatron.core.ops.cpu.adamw import adamw_step
 from megatron.core.ops.cpu.attention import core_attention
 from megatron.core.ops.cpu.build import has_compiler
@@ -26,14 +26,15 @@ _WIDE_ELEMENTS, _MIN_WIDE_ROWS = 1 << 24, 256
 def cpu_ops() -> TrainOps:
     """Matmuls in float32 where bfloat16 has no instruction; AdamW in one pass.
 
-    With a C++ compiler there are kernels for attention, norms, SwiGLU, rotary positions, the order of tokens by expert
-    and AdamW; without one these are the reference, AdamW torch's, and the table says so.
+    With a C++ compiler there are kernels for attention, norms, SwiGLU, rotary positions, the order of tokens by expert,
+    sums over logits and AdamW; without one these are the reference, AdamW torch's, and the table says so.
     """
     native: dict[str, Any] = {"matmul": matmul, "grouped_matmul": grouped_matmul, "adamw_step": fused_adamw.adamw_step}
     if has_compiler():
         names = ("rms_norm", "swiglu", "rotary_interleaved", "token_permute", "token_unpermute")
         native |= {"core_attention": core_attention, "adamw_step": adamw_step}
         native |= {name: getattr(rows, name) for name in names}
+        native |= {"log_sum_exp": vocab.log_sum_exp, "cross_entropy_grad": vocab.cross_entropy_grad}
     table = reference_ops()
     return replace(table, **native, names=table.names | dict.fromkeys(native, "native"))
 
@@ -46,8 +47,8 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def grouped_matmul(x: Tensor, w: Tensor, tokens_per_expert: Tensor) -> Tensor:
-    """See ``contract.GroupedMatmul``; only one expert's weight is widened at a time."""
-    out: Tensor = GroupedMatmulFunction.apply(x, w, tokens_per_expert.tolist(), _mm_into)
+    """See ``contract.GroupedMatmul``; only one expert's weight is widened at a time, weight gradients are added up."""
+    out: Tensor = GroupedMatmulFunction.apply(x, w, tokens_per_expert.tolist(), _mm_into, _add_mm)
     return out
 
 
@@ -59,3 +60,13 @@ def _mm_into(a: Tensor, b: Tensor, out: Tensor) -> None:
     rows = max(_MIN_WIDE_ROWS, _WIDE_ELEMENTS // sum(b.shape))
     for a_part, out_part in zip(a.split(rows), out.split(rows), strict=True):
         out_part.copy_(torch.mm(a_part.float(), wide_b))
+
+
+def _add_mm(a: Tensor, b: Tensor, sums: Tensor) -> None:
+    """Add ``a @ b`` to ``sums``, which may be of another dtype."""
+    if a.dtype == sums.dtype and not is_widened(a):
+        sums.addmm_(a, b)
+    elif is_widened(a):
+        sums.add_(torch.mm(a.float(), b.float()))
+    else:
+        sums.add_(torch.mm(a, b))
