@@ -1,8 +1,9 @@
 """``python -m tools.bench.step``: a whole GRPO step of ours beside one of TRL's GRPOTrainer.
 
-A step generates samples, scores them and updates the policy, without a reference model. The engines live in processes
-of their own with the same CPUs, threads and allocator and take steps in turns on the same prompts; figures are medians.
-TRL runs in an environment of its own, whose interpreter ``--trl-python`` names.
+A step generates samples, scores them and updates the policy, without a reference model. In every round each engine has
+the machine to itself: a new process with the same CPUs, threads and allocator, one step of warm-up, then the timed ones
+on the same prompts. Figures are medians over all rounds. TRL runs in an environment of its own, whose interpreter
+``--trl-python`` names, in the variant of attention and experts that is quickest there.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -39,7 +39,7 @@ from tools.bench.remote import (
 
 ENGINES = ("ours", "trl")
 PROGRAM = "step_engines.py"
-VARIANTS = ("sdpa,grouped_mm", "eager,grouped_mm")
+VARIANTS = ("sdpa,grouped_mm", "eager,grouped_mm", "sdpa,eager", "eager,eager")
 COLUMNS = {"engine": "<76", "s/step": ">7.2f", "cpu-s": ">7.2f", "peak MB": ">8.0f", "others": ">6.2f", " parts": ""}
 
 
@@ -67,20 +67,24 @@ def _run(options: argparse.Namespace, tmp: Path) -> dict[str, Any]:
     def second_step(process: EngineProcess) -> float:
         return [process.ask("step", prompts=prompts)["seconds"] for prompts in steps[:2]][-1]
 
-    with ExitStack() as stack:
-        processes = []
-        for engine in options.engines:
-            if engine == "ours":
-                settings = {"model": str(model), "overrides": _overrides(options, model, tmp)}
-                spec = EngineSpec(engine, settings, is_ours=True)
-            else:
-                specs = {variant: _trl(options, model, steps, variant) for variant in options.variants}
-                quickest, _, failures = quickest_variant(specs, start, second_step)
-                if quickest is None:
-                    raise EngineError("\n".join(failures.values()))
-                spec = quickest
-            processes.append(stack.enter_context(start(spec)))
-        return _in_turns(processes, steps, work, options)
+    specs = []
+    for engine in options.engines:
+        if engine == "ours":
+            settings = {"model": str(model), "overrides": _overrides(options, model, tmp)}
+            specs.append(EngineSpec(engine, settings, is_ours=True))
+            continue
+        variants = {variant: _trl(options, model, steps, variant) for variant in options.variants}
+        quickest, _, failures = quickest_variant(variants, start, second_step)
+        if quickest is None:
+            raise EngineError("\n".join(failures.values()))
+        specs.append(quickest)
+    rows: list[dict[str, Any]] = [{"engine": spec.engine, "steps": []} for spec in specs]
+    for _ in range(options.rounds):
+        for spec, row in zip(specs, rows, strict=True):
+            with start(spec) as process:
+                row["name"] = process.name
+                row["steps"] += _alone(process, steps, work)
+    return _report(rows, options)
 
 
 def _overrides(options: argparse.Namespace, model: Path, tmp: Path) -> list[str]:
@@ -124,21 +128,22 @@ def _trl(options: argparse.Namespace, model: Path, steps: list[list[list[int]]],
     return EngineSpec("trl", settings, options.trl_python)
 
 
-def _in_turns(
-    processes: list[EngineProcess], steps: list[list[list[int]]], work: Work, options: argparse.Namespace
-) -> dict[str, Any]:
-    rows: list[dict[str, Any]] = [{"engine": p.spec.engine, "name": p.name, "steps": []} for p in processes]
+def _alone(process: EngineProcess, steps: list[list[list[int]]], work: Work) -> list[dict[str, Any]]:
+    """The answers to all steps but the first, which warms up."""
+    answers = []
     for number, prompts in enumerate(steps):
-        for process, row in zip(processes, rows, strict=True):
-            load = OthersLoad()
-            answer = process.ask("step", prompts=prompts)
-            answer["others_cores"] = load.cores(answer["cpu_seconds"])
-            expected = work.num_samples * work.new_tokens
-            if answer["num_tokens"] != expected:
-                raise RuntimeError(f"{process.name} trained on {answer['num_tokens']} new tokens, expected {expected}")
-            report_progress(f"step {number}: {process.name}: {answer['seconds']:.2f} s")
-            if number:  # the first one warms up
-                row["steps"].append(answer)
+        load = OthersLoad()
+        answer = process.ask("step", prompts=prompts)
+        answer["others_cores"] = load.cores(answer["cpu_seconds"])
+        expected = work.num_samples * work.new_tokens
+        if answer["num_tokens"] != expected:
+            raise RuntimeError(f"{process.name} trained on {answer['num_tokens']} new tokens, expected {expected}")
+        report_progress(f"step {number}: {process.name}: {answer['seconds']:.2f} s")
+        answers.append(answer)
+    return answers[1:]
+
+
+def _report(rows: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
     for row in rows:
         keys = ("seconds", "cpu_seconds", "others_cores", "generate_seconds", "update_seconds", "reward")
         row |= {key: median(step[key] for step in row["steps"]) for key in keys if key in row["steps"][0]}
@@ -175,7 +180,8 @@ def _problems(options: argparse.Namespace) -> list[str]:
     if "trl" in options.engines:
         problems += interpreter_problems("--trl-python", options.trl_python, "TRL")
     problems += thread_problems(options.threads)
-    return [*problems, "--steps must be at least 1"] if options.steps < 1 else problems
+    given = {"--steps": options.steps, "--rounds": options.rounds}
+    return problems + [f"{name} must be at least 1" for name, value in given.items() if value < 1]
 
 
 def _options() -> argparse.ArgumentParser:
@@ -184,7 +190,8 @@ def _options() -> argparse.ArgumentParser:
     parser.add_argument("--trl-python", help="interpreter of an environment with TRL")
     add_engine_options(parser, "float32", VARIANTS, "TRL's model")
     parser.add_argument("--checkpoint", default="C", help=f"of {', '.join(CHECKPOINTS)} (default: C)")
-    parser.add_argument("--steps", type=int, default=5, help="timed steps, after one warm-up")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of a round, after one warm-up")
+    parser.add_argument("--rounds", type=int, default=2, help="processes of each engine, one after the other")
     parser.add_argument("--num-prompts", type=int, default=8)
     parser.add_argument("--samples", type=int, default=8, help="samples of each prompt")
     parser.add_argument("--micro-tokens", type=int, default=4096, help="packed tokens of one of our micro-batches")

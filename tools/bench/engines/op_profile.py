@@ -150,7 +150,8 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
         return sdpa_backward_flop_count(*(x.shape for x in args[:4])) / (2 if args[7] else 1)
     if func.namespace == "megatron_cpu":
         return _our_flops(packet.__name__, *args)
-    count: Callable[..., float] | None = flop_registry.get(aten.baddbmm if packet is aten.baddbmm_ else packet)
+    in_place = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}  # which the registry does not know
+    count: Callable[..., float] | None = flop_registry.get(in_place.get(packet, packet))
     return 0.0 if count is None else count(*args, **kwargs, out_val=out)
 
 
