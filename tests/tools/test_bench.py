@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.ray_workers import forked_workers
-from tools.bench import data_plane, scale, train
+from tools.bench import data_plane, scale, step, train
 from tools.bench.models import Batch, matmul_flops, mixed_lengths, parsed, small_config
 
 TINY = "--hidden-size 64 --num-layers 2 --num-experts 8 --vocab-size 64 --tokens 96 --length 32 --micro-tokens 64"
@@ -49,6 +49,20 @@ def test_profile_of_a_training_step(tmp_path: Path, capsys: pytest.CaptureFixtur
     for part in ("output_layer", "decoder.layers.mlp.experts", "decoder.layers.mlp.linear_fc1"):
         assert backward[part] == 2 * forward[part] > 0
     assert "megatron, fp32: a step of" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_whole_steps_of_a_new_process_in_every_round(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "step.json"
+    sizes = "--num-prompts 2 --samples 2 --new-tokens 4 --prompt-lengths 4 8 --steps 2 --rounds 2 --threads 1"
+    assert step.main(f"{sizes} --json {file}".split()) == 0
+    report = json.loads(file.read_text())
+    (row,) = report["rows"]
+    assert len(row["steps"]) == 4 and all(one["num_tokens"] == 16 for one in row["steps"])
+    assert row["seconds"] > row["generate_seconds"] > 0 and report["ratios"] == {}
+    assert step.main(["--steps", "0", "--rounds", "0", "--engines", "ours", "trl"]) == 2
+    said = capsys.readouterr().err
+    assert all(text in said for text in ("--steps must be", "--rounds must be", "--trl-python is absent"))
 
 
 def _flops(profile: dict, phase: str) -> dict[str, float]:
