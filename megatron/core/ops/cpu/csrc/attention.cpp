@@ -2,18 +2,10 @@
 // Letters: L tokens of a sequence, N query heads, M heads of keys and values, D and E their head sizes.
 #include <cmath>
 #include <memory>
+#include <utility>
 
 #include "values.h"
 
-// What a register holds: a compiler takes operations on wider vectors apart, lane by lane.
-#if defined(__AVX512F__)
-constexpr long LANES = 16;
-#elif defined(__AVX__)
-constexpr long LANES = 8;
-#else
-constexpr long LANES = 4;
-#endif
-typedef float vf __attribute__((vector_size(LANES * sizeof(float))));
 constexpr long QUERIES = 64;  // whose scores are in memory at a time
 
 static inline vf load(const float* p) {
@@ -82,6 +74,56 @@ static inline void transpose(const float* rows, long L, long D, float* columns) 
   }
 }
 
+static inline vf splat(float x) { return vf{} + x; }
+// Lane i of v is lane i ^ FLIP. As constants: a loop over lanes would be run.
+template <int FLIP, size_t... I>
+static inline vf flipped(vf v, std::index_sequence<I...>) {
+  return __builtin_shuffle(v, vi{(int32_t)(I ^ FLIP)...});
+}
+template <size_t... I>
+static inline vi numbers_of_lanes(std::index_sequence<I...>) {
+  return vi{(int32_t)I...};
+}
+typedef std::make_index_sequence<LANES> Lanes;
+// All lanes in one, halves first.
+template <int HALF = LANES / 2, class F>
+static inline float over_lanes(vf v, F join) {
+  v = join(v, flipped<HALF>(v, Lanes()));
+  if constexpr (HALF > 1)
+    return over_lanes<HALF / 2>(v, join);
+  else
+    return v[0];
+}
+static inline float sum_of(vf v) {
+  return over_lanes(v, [](vf a, vf b) { return a + b; });
+}
+static inline float largest_of(vf v) {
+  return over_lanes(v, [](vf a, vf b) { return a > b ? a : b; });
+}
+
+// The first ``seen`` scores of a row become their softmax, the rest of the row zeros. Whole registers: a compiler would take
+// the last values of a row one by one, which are most of a short row's time.
+static inline void soften(float* row, long seen, long size, float scale) {
+  const long last = whole(seen) - LANES;
+  const vf end = numbers_of_lanes(Lanes()) < (int32_t)(seen - last) ? load(row + last) : splat(-INFINITY);
+  vf most = end;
+  for (long j = 0; j < last; j += LANES) {
+    const vf w = load(row + j);
+    most = w > most ? w : most;
+  }
+  const float peak = largest_of(most);
+  vf sums = {};
+  for (long j = 0; j <= last; j += LANES) {
+    const vf w = ((j < last ? load(row + j) : end) - peak) * scale;
+    const vf weight = w < -80.0f ? splat(0) : exponential(w);
+    sums += weight;
+    store(row + j, weight);
+  }
+  const float share = 1.0f / sum_of(sums);
+  for (long j = 0; j <= last; j += LANES) store(row + j, load(row + j) * share);
+  for (long j = last + LANES; j < size; j += LANES) store(row + j, vf{});
+}
+
 // weights [count, L]: softmax(q k^T scale) of the queries from ``first`` on, with zeros where a causal query sees no key.
 static void weigh(const float* q, const float* k_columns, long first, long count, long L, long D, float scale, bool causal,
                   float* weights) {
@@ -89,19 +131,7 @@ static void weigh(const float* q, const float* k_columns, long first, long count
   for (long i = 0; i < count; i += 4) {
     const long rows = count - i < 4 ? count - i : 4, end = causal ? first + i + rows : L;
     product<false>(rows, q + (first + i) * whole(D), whole(D), 1, k_columns, row, weights + i * row, row, whole(end), D);
-    for (long r = i; r < i + rows; ++r) {
-      float* w = weights + r * row;
-      const long seen = causal ? first + r + 1 : L;
-      float most = w[0], sum = 0;
-#pragma omp simd reduction(max : most)
-      for (long j = 0; j < seen; ++j) most = w[j] > most ? w[j] : most;
-#pragma omp simd reduction(+ : sum)
-      for (long j = 0; j < seen; ++j) sum += w[j] = exponential((w[j] - most) * scale);
-      const float share = 1.0f / sum;
-#pragma omp simd
-      for (long j = 0; j < seen; ++j) w[j] *= share;
-      for (long j = seen; j < row; ++j) w[j] = 0;
-    }
+    for (long r = i; r < i + rows; ++r) soften(weights + r * row, causal ? first + r + 1 : L, row, scale);
   }
 }
 
@@ -178,11 +208,10 @@ static void attend_grad(const T* grad, const T* q, const T* k, const T* v, T* gr
           product<false>(rows, grads + (begin + i) * E, E, 1, value_columns, row, scores + i * row, row, whole(end), s.E);
           for (long r = i; r < i + rows; ++r) {
             float *w = weights + r * row, *g = scores + r * row;
-            float dot = 0;
-#pragma omp simd reduction(+ : dot)
-            for (long j = 0; j < end; ++j) dot += w[j] * g[j];
-#pragma omp simd
-            for (long j = 0; j < end; ++j) g[j] = w[j] * (g[j] - dot) * s.scale;
+            vf dots = {};
+            for (long j = 0; j < end; j += LANES) dots += load(w + j) * load(g + j);
+            const float dot = sum_of(dots);
+            for (long j = 0; j < end; j += LANES) store(g + j, load(w + j) * (load(g + j) - dot) * s.scale);
           }
           product<false>(rows, scores + i * row, row, 1, keys, D, part + (begin + i) * D, D, D, end);
         }
