@@ -25,6 +25,9 @@ TEMP_PREFIX = "rl_"
 FREE_PORT = "<free port>"
 NPU_ENV_FILE = Path(__file__).resolve().parents[1] / "npu_env.sh"
 CPU_OBJECT_STORE_BYTES = 256 * 2**20
+# glibc's allocator keeps the memory of a micro-batch for the next one (blocks up to its own limit of 32 MiB): giving it
+# back and taking it again, page by page, is a sixth of an update on a CPU. jemalloc, when preloaded, reads neither.
+KEPT_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**32), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
 _EXPORT = re.compile(r'^export (\w+)="\$\{\w+:-([^}]*)\}"', re.MULTILINE)
 
 
@@ -102,6 +105,7 @@ def run_variables(job: Job, role: NodeRole) -> dict[str, str]:
         threads = max(1, (os.cpu_count() or 1) // job.npus_per_node)
         variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(threads)
         variables["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+        variables |= {name: os.environ.get(name) or value for name, value in KEPT_MEMORY.items()}
     return variables
 
 
