@@ -268,8 +268,10 @@ class DistributedOptimizer:
 
     def _update_on_device(self, states: Sequence[ShardState]) -> None:
         for state in states:
+            is_shared = isinstance(state.master, SharedTensor)
             for chunk in self._chunks(state, CHUNK_SIZE):
-                self._adamw(chunk.state, chunk.grads, chunk.params, chunk.group, self.ops)
+                params = None if is_shared else chunk.params
+                self._adamw(chunk.state, chunk.grads, params, chunk.group, self.ops)
 
     def _chunks(self, state: ShardState, size: int) -> Iterator[Chunk]:
         """All elements of ``state`` in chunks of at most ``size``, each with one group: decayed or undecayed."""
@@ -283,16 +285,16 @@ class DistributedOptimizer:
                 yield Chunk(state.buffer, tensors, state.params[part], state.grads[part], group)
 
     def _adamw(
-        self, state: tuple[Tensor, ...], grads: Tensor, params: Tensor, group: dict[str, float], ops: TrainOps
+        self, state: tuple[Tensor, ...], grads: Tensor, params: Tensor | None, group: dict[str, float], ops: TrainOps
     ) -> None:
-        """One step on ``state`` and the parameters, with the gradients clipped; ``grads`` are of no use after it."""
+        """One step on ``state`` and the parameters, if these are others; ``grads`` are of no use after it."""
         master, exp_avg, exp_avg_sq = state
         ops.adamw_step(
             master,
             grads,
             exp_avg,
             exp_avg_sq,
-            None if params.data_ptr() == master.data_ptr() else params,
+            params,
             step=self.num_steps,
             lr=group["lr"],
             betas=(self.config.adam_beta1, self.config.adam_beta2),
