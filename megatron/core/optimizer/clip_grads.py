@@ -24,7 +24,7 @@ def get_grad_norm_fp32(square_sum: Tensor, grad_stats_parallel_group: dist.Proce
     return total.sqrt().item()
 
 
-def clip_scale(max_norm: float, total_norm: float) -> float:
+def clip_coefficient(max_norm: float, total_norm: float) -> float:
     """What gradients of ``total_norm`` are multiplied by: max_norm / (total_norm + 1e-6), at most 1; 1 for max_norm 0.
 
     The update multiplies by it as it reads them (upstream's ``clip_grad_by_total_norm_fp32`` is a pass of its own).

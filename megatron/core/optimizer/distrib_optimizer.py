@@ -20,7 +20,7 @@ from megatron.core.distributed import (
 from megatron.core.distributed.finite_check import find_non_finite
 from megatron.core.distributed.offload import HostTensor, OffloadableTensor, SharedTensor
 from megatron.core.ops import TrainOps
-from megatron.core.optimizer.clip_grads import clip_scale, get_grad_norm_fp32, local_square_sum
+from megatron.core.optimizer.clip_grads import clip_coefficient, get_grad_norm_fp32, local_square_sum
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_state import ProcessGroups
 
@@ -112,7 +112,7 @@ class DistributedOptimizer:
         self.groups = groups
         self.ops = ops
         self.num_steps = 0
-        self.grad_scale = 1.0  # of the update under way: what clips the gradients
+        self.clip_coefficient = 1.0  # of the update under way
         self.param_groups: list[dict[str, float]] = [
             {"lr": config.lr, "weight_decay": config.weight_decay},
             {"lr": config.lr, "weight_decay": 0.0},
@@ -136,7 +136,7 @@ class DistributedOptimizer:
         if not math.isfinite(grad_norm):
             self._report_non_finite(grad_norm)
             return False, grad_norm, None
-        self.grad_scale = clip_scale(self.config.clip_grad, grad_norm)
+        self.clip_coefficient = clip_coefficient(self.config.clip_grad, grad_norm)
         self.num_steps += 1
         self._update_shards()
         self.model.start_param_sync()
@@ -300,5 +300,5 @@ class DistributedOptimizer:
             betas=(self.config.adam_beta1, self.config.adam_beta2),
             eps=self.config.adam_eps,
             weight_decay=group["weight_decay"],
-            grad_scale=self.grad_scale,
+            grad_scale=self.clip_coefficient,
         )
