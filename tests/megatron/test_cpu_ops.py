@@ -205,6 +205,19 @@ def test_adamw_in_one_pass(
         assert (got.float() - want.float()).abs().max() <= tolerance * want.float().abs().max()
 
 
+@pytest.mark.parametrize("longest", ["rows", "inner", "columns"])
+def test_large_products_are_made_in_parts(monkeypatch: pytest.MonkeyPatch, longest: str) -> None:
+    monkeypatch.setattr("megatron.core.ops.cpu.table._WIDE_ELEMENTS", 1000)
+    monkeypatch.setattr("megatron.core.ops.cpu.table._MIN_WIDE", 16)
+    sizes = {"rows": 40, "inner": 30, "columns": 20} | {longest: 75}
+    a, b = (
+        torch.randn(sizes["rows"], sizes["inner"]).bfloat16(),
+        torch.randn(sizes["columns"], sizes["inner"]).bfloat16(),
+    )
+    got, want = CPU.matmul(a, b.t()), a.double() @ b.double().t()
+    assert (got.double() - want).abs().max() <= TOLERANCE[torch.bfloat16] * want.abs().max()
+
+
 def test_products_without_bfloat16_instructions_are_rounded_once() -> None:
     if multiplies_bfloat16():
         pytest.skip("this CPU multiplies bfloat16 itself")

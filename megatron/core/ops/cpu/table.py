@@ -18,9 +18,9 @@ from megatron.core.ops.cpu.instructions import is_widened
 from megatron.core.ops.reference import reference_ops
 from megatron.core.ops.reference_moe import GroupedMatmulFunction
 
-# float32 copies and their products are made in chunks of about this many elements (64 MiB) and at least this many rows:
-# the logits of a large vocabulary would otherwise take more memory than all the layers.
-_WIDE_ELEMENTS, _MIN_WIDE_ROWS = 1 << 24, 256
+# float32 copies and their products are made in parts of about this many elements (64 MiB), at least so many rows or
+# columns of them: the logits of a large vocabulary would otherwise take more memory than all the layers.
+_WIDE_ELEMENTS, _MIN_WIDE = 1 << 24, 256
 
 
 def cpu_ops() -> TrainOps:
@@ -53,13 +53,26 @@ def grouped_matmul(x: Tensor, w: Tensor, tokens_per_expert: Tensor) -> Tensor:
 
 
 def _mm_into(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """Parts of the longest dimension are widened one after the other; the two others are widened whole."""
     if not is_widened(a):
         torch.mm(a, b, out=out)
         return
-    wide_b = b.float()
-    rows = max(_MIN_WIDE_ROWS, _WIDE_ELEMENTS // sum(b.shape))
-    for a_part, out_part in zip(a.split(rows), out.split(rows), strict=True):
-        out_part.copy_(torch.mm(a_part.float(), wide_b))
+    (rows, inner), columns = a.shape, b.shape[1]
+    longest = max(rows, inner, columns)
+    size = max(_MIN_WIDE, _WIDE_ELEMENTS // (rows + inner + columns - longest))
+    if longest == inner:
+        sums = torch.zeros(rows, columns, device=a.device)
+        for a_part, b_part in zip(a.split(size, 1), b.split(size), strict=True):
+            sums.addmm_(a_part.float(), b_part.float())
+        out.copy_(sums)
+    elif longest == columns:
+        wide_a = a.float()
+        for b_part, out_part in zip(b.split(size, 1), out.split(size, 1), strict=True):
+            out_part.copy_(torch.mm(wide_a, b_part.float()))
+    else:
+        wide_b = b.float()
+        for a_part, out_part in zip(a.split(size), out.split(size), strict=True):
+            out_part.copy_(torch.mm(a_part.float(), wide_b))
 
 
 def _add_mm(a: Tensor, b: Tensor, sums: Tensor) -> None:
