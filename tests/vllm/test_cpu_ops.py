@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from tests.npu.rollout_op_cases import CASES, SMALL
 from tests.tiny_models import write_model
 from vllm import LLM, SamplingParams
 from vllm.ops.contract import DecodeMetadata, PrefillMetadata, RolloutOps, SamplingBatch, resolve
-from vllm.ops.cpu.build import instructions
+from vllm.ops.cpu.build import _build, instructions
 from vllm.ops.cpu.calls import Bfloat16Products
 from vllm.ops.cpu.table import best_products, cpu_table
 from vllm.ops.reference import rollout_ops as reference_ops
@@ -295,6 +296,18 @@ def test_weights_lie_in_large_pages_where_the_system_has_them() -> None:
         elif is_inside and line.startswith("VmFlags:"):
             flags = line
     assert " hg" in flags
+
+
+def test_ranks_that_start_together_build_the_kernels_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, compiler = tmp_path / "calls", tmp_path / "compiler"
+    compiler.write_text(f"#!/bin/sh\necho \"$@\" >> {calls}\nfor last; do :; done\nsleep 0.2\n: > \"$last\"\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with ThreadPoolExecutor() as pool:
+        first, second = pool.map(lambda _: _build(), range(2))
+    assert first == second and first.is_file()
+    assert sum(" -shared " in call for call in calls.read_text().splitlines()) == 1
 
 
 def test_without_a_compiler_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

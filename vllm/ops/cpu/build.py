@@ -7,6 +7,7 @@ torch.set_num_threads sets their number.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import platform
@@ -14,7 +15,9 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from struct import Struct
@@ -99,8 +102,10 @@ def _build() -> Path:
     if target.is_file():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Built beside its place and moved there: processes that build at the same time never load half a file.
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+    # Built beside its place and moved there: no process loads half a file.
+    with _one_builder(target.parent), tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        if target.is_file():
+            return target
         sources = sorted(SOURCES.glob("*.cpp"))
         objects = [str(Path(scratch) / f"{source.stem}.o") for source in sources]
         with ThreadPoolExecutor() as pool:  # each waits for a compiler
@@ -110,6 +115,15 @@ def _build() -> Path:
         _run([*command, "-shared", *objects, *libraries, "-o", str(built)], str(SOURCES))
         os.replace(built, target)
     return target
+
+
+@contextmanager
+def _one_builder(folder: Path) -> Iterator[None]:
+    """Wait for a process that builds in this folder; ranks that start together would all build the same."""
+    with (folder / "building").open("w") as file:
+        with suppress(OSError):  # a file system without locks: all build, and the last one's library stays
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _run(command: list[str], source: str) -> None:
