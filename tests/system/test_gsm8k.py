@@ -27,6 +27,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1000)
 def test_the_tiny_model_learns(tmp_path: Path) -> None:
     environment = {**os.environ, "SETUP": "no", "VENV_DIR": sys.prefix, "OUTPUT_DIR": str(tmp_path)}
     environment["RAY_PORT"] = str(free_ports(1)[0])

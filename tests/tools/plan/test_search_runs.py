@@ -93,6 +93,7 @@ def _prompts(num_rows: int) -> DataProto:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_best_layout_of_moonlight_runs(tmp_path: Path) -> None:
     model, layout = tmp_path / "model", found_layout()
     config = tiny_moonlight_config(
