@@ -300,7 +300,9 @@ def test_weights_lie_in_large_pages_where_the_system_has_them() -> None:
 
 def test_ranks_that_start_together_build_the_kernels_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls, compiler = tmp_path / "calls", tmp_path / "compiler"
-    compiler.write_text(f'#!/bin/sh\necho "$@" >> {calls}\nfor last; do :; done\nsleep 0.2\n: > "$last"\n')
+    compiler.write_text(
+        f'#!/bin/sh\necho "$@" >> {calls}\nsleep 0.2\nfor last; do :; done\ncase "$last" in /*) : > "$last";; esac\n'
+    )
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
