@@ -86,6 +86,9 @@ def _losses(group: dist.ProcessGroup, rank: int, size: int) -> None:
         "loss": tp.vocab_parallel_cross_entropy(local, target, group, reference_ops()),
         "entropy": tp.vocab_parallel_entropy(local, group, reference_ops()),
     }
+    loss, entropy = tp.vocab_parallel_cross_entropy_and_entropy(local, target, group, reference_ops())
+    _close(entropy, expected["entropy"])
+    assert not entropy.requires_grad and torch.equal(loss, got["loss"])
     for name in expected:
         _close(got[name], expected[name])
         (expected_grad,) = torch.autograd.grad((expected[name] * weight).sum(), whole, retain_graph=True)

@@ -101,6 +101,7 @@ def _overrides(options: argparse.Namespace, model: Path, tmp: Path) -> list[str]
         f"{models}.actor.ppo_mini_batch_size={options.num_prompts}",
         f"{models}.actor.use_dynamic_bsz=True",
         f"{models}.actor.ppo_max_token_len_per_gpu={options.micro_tokens}",
+        f"{models}.actor.share_prompts=True",
         f"{models}.actor.optim.lr=1e-6",
         f"{engine}.dtype={options.dtype}",
         f"{engine}.param_offload=False",
@@ -194,7 +195,7 @@ def _options() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=2, help="processes of each engine, one after the other")
     parser.add_argument("--num-prompts", type=int, default=8)
     parser.add_argument("--samples", type=int, default=8, help="samples of each prompt")
-    parser.add_argument("--micro-tokens", type=int, default=4096, help="packed tokens of one of our micro-batches")
+    parser.add_argument("--micro-tokens", type=int, default=8192, help="packed tokens of one of our micro-batches")
     parser.add_argument("--override", nargs="*", default=[], metavar="KEY=VALUE", help="more of our config")
     return parser
 

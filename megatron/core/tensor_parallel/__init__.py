@@ -1,7 +1,11 @@
 """Tensor and sequence parallelism: collectives with gradients, parallel layers, losses on sharded logits."""
 
 from megatron.core.tensor_parallel.checkpoint import CheckpointWithoutOutput, checkpoint
-from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_entropy
+from megatron.core.tensor_parallel.cross_entropy import (
+    vocab_parallel_cross_entropy,
+    vocab_parallel_cross_entropy_and_entropy,
+    vocab_parallel_entropy,
+)
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -29,5 +33,6 @@ __all__ = [
     "reduce_scatter_to_sequence_parallel_region",
     "set_tensor_model_parallel_attributes",
     "vocab_parallel_cross_entropy",
+    "vocab_parallel_cross_entropy_and_entropy",
     "vocab_parallel_entropy",
 ]

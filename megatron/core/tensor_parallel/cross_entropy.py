@@ -25,8 +25,16 @@ def vocab_parallel_cross_entropy(
 
     logits_TV [T, V/TP] of any float dtype, target_T int64 [T] with global ids; all ranks of ``tp_group`` must call it.
     """
-    loss_T: Tensor = _CrossEntropy.apply(logits_TV, target_T, tp_group, ops)
+    loss_T: Tensor = _CrossEntropy.apply(logits_TV, target_T, tp_group, ops, False)
     return loss_T
+
+
+def vocab_parallel_cross_entropy_and_entropy(
+    logits_TV: Tensor, target_T: Tensor, tp_group: dist.ProcessGroup, ops: TrainOps
+) -> tuple[Tensor, Tensor]:
+    """Both from one pass over the logits; the entropy, which is here to be looked at, has no gradient."""
+    loss_T, entropy_T = _CrossEntropy.apply(logits_TV, target_T, tp_group, ops, True)
+    return loss_T, entropy_T
 
 
 def vocab_parallel_entropy(logits_TV: Tensor, tp_group: dist.ProcessGroup, ops: TrainOps) -> Tensor:
@@ -37,32 +45,35 @@ def vocab_parallel_entropy(logits_TV: Tensor, tp_group: dist.ProcessGroup, ops: 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_TV: Tensor, target_T: Tensor, group: dist.ProcessGroup, ops: TrainOps) -> Tensor:
+    def forward(
+        ctx: Any, logits_TV: Tensor, target_T: Tensor, group: dist.ProcessGroup, ops: TrainOps, with_entropy: bool
+    ) -> Tensor | tuple[Tensor, Tensor]:
         local_T = _local_targets(target_T, logits_TV.shape[1], group)
-        lse_T, _ = ops.log_sum_exp(logits_TV)
+        lse_T, mean_T = ops.log_sum_exp(logits_TV, with_mean=with_entropy)
         at_target_T = logits_TV.gather(1, local_T.clamp(min=0).unsqueeze(1)).squeeze(1).to(lse_T.dtype)
         if group.size() > 1:
-            lse_T, at_target_T = _combine(lse_T, at_target_T.masked_fill(local_T < 0, 0.0), group)
+            lse_T, at_target_T, mean_T = _combine(lse_T, at_target_T.masked_fill(local_T < 0, 0.0), mean_T, group)
         ctx.save_for_backward(logits_TV, local_T, lse_T)
         ctx.ops = ops
-        return lse_T - at_target_T
+        if mean_T is None:
+            return lse_T - at_target_T
+        entropy_T = lse_T - mean_T
+        ctx.mark_non_differentiable(entropy_T)
+        return lse_T - at_target_T, entropy_T
 
     @staticmethod
-    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_T: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         logits_TV, local_T, lse_T = ctx.saved_tensors
-        return ctx.ops.cross_entropy_grad(logits_TV, lse_T, local_T, grad_T), None, None, None
+        return ctx.ops.cross_entropy_grad(logits_TV, lse_T, local_T, grad_T), None, None, None, None
 
 
 class _Entropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_TV: Tensor, group: dist.ProcessGroup, ops: TrainOps) -> Tensor:
         lse_T, mean_T = ops.log_sum_exp(logits_TV, with_mean=True)  # mean_T: expected logit under the local softmax
-        assert mean_T is not None
         if group.size() > 1:
-            local_lse_T = lse_T
-            lse_T, _ = _combine(lse_T, torch.zeros_like(lse_T), group)
-            mean_T = mean_T * (local_lse_T - lse_T).exp()
-            collectives.all_reduce(mean_T, group)
+            lse_T, _, mean_T = _combine(lse_T, torch.zeros_like(lse_T), mean_T, group)
+        assert mean_T is not None
         entropy_T = lse_T - mean_T
         ctx.save_for_backward(logits_TV, lse_T, entropy_T)
         return entropy_T
@@ -90,10 +101,13 @@ def _local_targets(target_T: Tensor, local_vocab: int, group: dist.ProcessGroup)
     return local_T.masked_fill((local_T < 0) | (local_T >= local_vocab), -1)
 
 
-def _combine(lse_T: Tensor, summed_T: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Global log-sum-exp from local ones, and ``summed_T`` added over the ranks, in two all-reduces."""
+def _combine(
+    lse_T: Tensor, at_target_T: Tensor, mean_T: Tensor | None, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The log-sum-exp, the target's logit and the expected logit of the whole vocabulary, in two all-reduces."""
     max_T = lse_T.clone()
     collectives.all_reduce(max_T, group, dist.ReduceOp.MAX)
-    both = torch.stack([(lse_T - max_T).exp(), summed_T])
-    collectives.all_reduce(both, group)
-    return max_T + both[0].log(), both[1]
+    weight_T = (lse_T - max_T).exp()
+    sums = torch.stack([weight_T, at_target_T, *([] if mean_T is None else [weight_T * mean_T])])
+    collectives.all_reduce(sums, group)
+    return max_T + sums[0].log(), sums[1], None if mean_T is None else sums[2] / sums[0]

@@ -18,7 +18,11 @@ from megatron.core.optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.parallel_state import ProcessGroups
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_entropy
+from megatron.core.tensor_parallel.cross_entropy import (
+    vocab_parallel_cross_entropy,
+    vocab_parallel_cross_entropy_and_entropy,
+    vocab_parallel_entropy,
+)
 from megatron.core.transformer.moe.aux_loss import collect_moe_aux_losses, set_aux_loss_scale
 from megatron.core.transformer.moe.expert_load import collect_expert_loads
 from megatron.core.transformer.moe.router import TopKRouter
@@ -205,9 +209,13 @@ class MegatronPPOActor(BasePPOActor):
 
         def policy_loss(logits_SV: Tensor, micro: PackedMicroBatch) -> tuple[Tensor, dict]:
             logits_SV = logits_SV if temperature == 1.0 else logits_SV / temperature
+            if self.config.entropy_coeff == 0:
+                losses_S, entropy_S = vocab_parallel_cross_entropy_and_entropy(
+                    logits_SV, micro.labels_S, self.groups.tp, self.ops
+                )
+                return loss(-losses_S, entropy_S, micro)
             log_probs_S = self._log_probs(logits_SV, micro, 1.0)
-            with torch.set_grad_enabled(self.config.entropy_coeff != 0):
-                entropy_S = vocab_parallel_entropy(logits_SV, self.groups.tp, self.ops)
+            entropy_S = vocab_parallel_entropy(logits_SV, self.groups.tp, self.ops)
             return loss(log_probs_S, entropy_S, micro)
 
         replay, traced = self._replay, self._routing
