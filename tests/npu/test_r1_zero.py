@@ -141,7 +141,7 @@ def assert_profiled(folder: Path) -> None:
     """Rank 1's recording of the second step, by torch on the CPU and by torch_npu on the device; no other."""
     (on_cpu,) = (folder / "cpu" / "profile").rglob("*.json.gz")
     assert on_cpu.relative_to(folder / "cpu").as_posix() == "profile/step_2/actor_rollout_ref_rank_1.json.gz"
-    assert_whole_step(on_cpu, {"aten::_fused_adamw_", "aten::mm"})
+    assert_whole_step(on_cpu, {"megatron_cpu::adamw", "aten::mm"})
     (on_npu,) = (folder / "npu" / "profile" / "step_2").glob("actor_rollout_ref_rank_1_*_ascend_pt")
     recorded = (on_npu / "FRAMEWORK" / "torch.op_range").read_bytes()
     for name in (*PHASES, *PARTS, *MICRO_BATCHES, *NPU_OPS):

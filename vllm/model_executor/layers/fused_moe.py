@@ -124,10 +124,6 @@ class FusedMoE(nn.Module):
         everyones_TH = self.parallel.dp.all_gather(padded_SH).flatten(0, 1)
         own = slice(dp_rank * longest, dp_rank * longest + len(x_TH))
         out_GSH = self._routed(everyones_TH, context, own).view(-1, *padded_SH.shape)
-        if self.parallel.tp.world_size == 1:  # a rank needs its own tokens' sums alone
-            own_TH = self.parallel.ep.reduce_scatter(out_GSH)[0, : len(x_TH)]
-            _add_shared(own_TH, shared)
-            return own_TH
         own_TH = out_GSH[dp_rank, : len(x_TH)]
         _add_shared(own_TH, shared)  # the TP ranks' partial sums ride on the all-reduce of the experts
         self.parallel.ep.all_reduce(out_GSH)
