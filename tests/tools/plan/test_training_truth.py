@@ -26,7 +26,6 @@ from verl.workers.megatron_workers import ActorRolloutRefWorker
 
 SIZE = StepSize(10, 8)
 PEAK_TOLERANCE, GROUPED_TOLERANCE = 0.1, 0.05
-SMALL_BYTES = 2048  # bounds and strides for the kernels: 1.7 kB, beside an update that needs 30 kB more than lies there
 # With tp2_etp2 of a model of grouped queries they have every dimension and option of the layouts but replay, which
 # test_whole_step has with pp2; the others repeat them in other combinations.
 QUICK = ("dp2_overlap", "tp2_ep2_extended_recompute", "tp2_pp2_uneven_ep2", "cp2_pp2_vpp2")
@@ -108,7 +107,8 @@ def test_a_training_step_does_what_was_planned(name: str, model_dir: str) -> Non
     ],
 )
 def test_models_of_grouped_queries_do_what_was_planned(model: str, name: str, tmp_path: Path) -> None:
-    write_tiny_checkpoint(tmp_path, CONFIGS[model] | {"num_hidden_layers": 4}, seed=1, dtype=torch.float32)
+    # The rows of the batch on the host, 1.8 kB that no plan has, stay small beside eight layers.
+    write_tiny_checkpoint(tmp_path, CONFIGS[model] | {"num_hidden_layers": 8}, seed=1, dtype=torch.float32)
     num_ranks, overrides = LAYOUTS[name]
     if model == "qwen3":
         overrides = [override for override in overrides if "router_replay" not in override]
@@ -122,5 +122,4 @@ def _check(config: PPOTrainerConfig, tolerance: float) -> None:
         assert held == expected, f"rank {rank}: persistent bytes"
         for call, phase in planned.items():
             assert list(did[call].collectives) == list(phase.collectives), f"rank {rank}, {call}"
-            measured = pytest.approx(did[call].peak_bytes, rel=tolerance, abs=SMALL_BYTES)
-            assert phase.peak_bytes == measured, f"rank {rank}, {call}"
+            assert phase.peak_bytes == pytest.approx(did[call].peak_bytes, rel=tolerance), f"rank {rank}, {call}"
