@@ -21,20 +21,22 @@ class SharedPrompts:
     On an accelerator ``index_select`` adds the gradients of a token that is taken several times in any order.
 
     Attributes:
+        spans_B4: where each sequence's prompt and its own tokens begin and end among the T', int64 [B, 4] on the host.
+            Sequences with one prompt follow one another; what nobody else has counts as a sequence's own.
         computed_F: where each token of the whole sequences, one after another, is among the T', int64 [F].
         whole_T: where each of the T' is in the whole sequences, at the first that has it, int64 [T'].
         copies_T: how many tokens of the whole sequences each one is, fp32 [T'].
     """
 
+    spans_B4: Tensor
     computed_F: Tensor
     whole_T: Tensor
     copies_T: Tensor
 
     def to(self, device: torch.device) -> SharedPrompts:
         """The same on ``device``, for which the host does not wait."""
-        return SharedPrompts(
-            async_h2d(self.computed_F, device), async_h2d(self.whole_T, device), async_h2d(self.copies_T, device)
-        )
+        index = (async_h2d(x, device) for x in (self.computed_F, self.whole_T, self.copies_T))
+        return SharedPrompts(self.spans_B4, *index)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """Packing rows into micro-batches and back loses nothing and mixes nothing up."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -107,3 +109,6 @@ def test_a_prompt_that_rows_share_is_packed_once_and_taken_by_each() -> None:
     assert torch.equal(shared.labels_S, whole.labels_S)
     assert torch.equal(shared.input_ids_T[shared.positions_S], whole.input_ids_T[whole.positions_S])
     assert prompts.copies_T.sum() == bounds[-1]
+    found = sorted([*range(*span[:2]), *range(*span[2:])] for span in prompts.spans_B4.tolist())
+    assert found == sorted(prompts.computed_F[start:end].tolist() for start, end in pairwise(bounds))
+    assert [span[0] for span in prompts.spans_B4.tolist()] == [0, 6, 6, 6, 15]  # one prompt's beside each other

@@ -35,6 +35,7 @@ def exact_ops() -> TrainOps:
         "swiglu": swiglu,
         "rotary_interleaved": rotary_interleaved,
         "core_attention": core_attention,
+        "shared_prompt_attention": None,  # core_attention, with whole sequences
         "matmul": exact_math.matmul,
         "grouped_matmul": grouped_matmul,
         "token_unpermute": token_unpermute,

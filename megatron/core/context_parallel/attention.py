@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from megatron.core.context_parallel.block import Block, BlockAttention, keys_of
@@ -10,6 +12,7 @@ from megatron.core.context_parallel.gathered import gathered_attention
 from megatron.core.context_parallel.ring import ring_attention
 from megatron.core.context_parallel.zigzag import ContextShard
 from megatron.core.ops import TrainOps
+from megatron.core.ops.reference_attention import whole_sequence_attention
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import ProcessGroups
 
@@ -51,8 +54,8 @@ class ContextParallelAttention:
             k = keys_of(block)
             if shared is None:
                 return self.ops.core_attention(q, k, v, *bounds, self.scale, True)
-            q, k, v = (rows.index_select(0, shared.computed_F) for rows in (q, k, v))
-            return self.ops.core_attention(q, k, v, *bounds, self.scale, True).index_select(0, shared.whole_T)
+            attend = self.ops.shared_prompt_attention or partial(whole_sequence_attention, self.ops.core_attention)
+            return attend(q, k, v, *bounds, self.scale, shared)
         assert params.shared_prompts is None, "context-parallel ranks share whole sequences, not their prompts"
         shard = self._shard(q, params)
         if self.cp_comm_type == "a2a":

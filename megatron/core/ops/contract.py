@@ -17,6 +17,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from megatron.core.packed_seq_params import SharedPrompts
+
 
 class RmsNorm(Protocol):
     """x [..., D], weight [D] -> [..., D] in x's dtype: ``x / sqrt(mean(x^2) + eps) * weight``, mean in float32."""
@@ -50,6 +52,25 @@ class CoreAttention(Protocol):
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, causal: bool = True
+    ) -> Tensor: ...
+
+
+class SharedPromptAttention(Protocol):
+    """``CoreAttention``, causal, of sequences of which some begin with the same tokens, which q, k and v have once.
+
+    q [T, N, Dq], k [T, M, Dq], v [T, M, Dv] -> [T, N, Dv]. cu_seqlens and max_seqlen are those of whole sequences;
+    ``shared`` says where their tokens are.
+    """
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        scale: float,
+        shared: SharedPrompts,
     ) -> Tensor: ...
 
 
@@ -213,7 +234,10 @@ class AdamwStep(Protocol):
 
 @dataclass(frozen=True)
 class TrainOps:
-    """One implementation per op; ``names`` says for each whether it is 'native', 'reference' or 'exact'."""
+    """One implementation per op; ``names`` says for each whether it is 'native', 'reference' or 'exact'.
+
+    shared_prompt_attention None: ``core_attention`` gets whole sequences (``reference_attention``).
+    """
 
     rms_norm: RmsNorm
     swiglu: Swiglu
@@ -230,6 +254,7 @@ class TrainOps:
     cross_entropy_grad: CrossEntropyGrad
     adamw_step: AdamwStep
     names: dict[str, str] = field(default_factory=dict)
+    shared_prompt_attention: SharedPromptAttention | None = None
 
 
 _EXAMPLE = "megatron.core.ops.reference:reference_ops"

@@ -8,6 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.ops.contract import CoreAttention
+from megatron.core.packed_seq_params import SharedPrompts
+
 
 def core_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, causal: bool = True
@@ -37,6 +40,21 @@ def core_attention(
         mask = (torch.arange(max_seqlen, device=q.device) < lengths.unsqueeze(1))[:, None, None, :]
     out = F.scaled_dot_product_attention(pad(q), pad(k), pad(v), attn_mask=mask, is_causal=causal, scale=scale)
     return out.transpose(1, 2).flatten(0, 1).index_select(0, rows)[..., :value_size]
+
+
+def whole_sequence_attention(
+    core_attention: CoreAttention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    scale: float,
+    shared: SharedPrompts,
+) -> Tensor:
+    """See ``contract.SharedPromptAttention``; ``core_attention`` gets a copy of a prompt for each of its sequences."""
+    q, k, v = (rows.index_select(0, shared.computed_F) for rows in (q, k, v))
+    return core_attention(q, k, v, cu_seqlens, max_seqlen, scale, True).index_select(0, shared.whole_T)
 
 
 # The largest number of float32 scores in memory at one time.

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.context_parallel import zigzag_indices
@@ -170,14 +171,30 @@ def pack_micro_batch(
             cu_seqlens,
             max(lengths),
             is_padding_T,
-            shared_prompts=_shared_prompts(local_F, order_T) if num_repeated else None,
+            shared_prompts=_shared_prompts(local_F, order_T, lengths_q, first_b, mask_bP.sum(-1))
+            if num_repeated
+            else None,
         ),
     )
 
 
-def _shared_prompts(local_F: Tensor, order_T: Tensor) -> SharedPrompts:
-    """local_F: where each token of the whole sequences is computed; order_T: which of them each computed one is."""
-    return SharedPrompts(local_F, order_T, torch.bincount(local_F, minlength=order_T.numel()).float())
+def _shared_prompts(
+    local_F: Tensor, order_T: Tensor, lengths_q: Tensor, first_b: Tensor, prompt_lengths_b: Tensor
+) -> SharedPrompts:
+    """local_F: where each token of the whole sequences is computed; order_T: which of them each computed one is.
+
+    lengths_q: of the whole sequences, with the dummy; first_b: the first with each one's prompt.
+    """
+    starts_q = lengths_q.cumsum(0) - lengths_q
+    num_dummy = len(lengths_q) - len(first_b)
+    prompts_q = F.pad(prompt_lengths_b, (0, num_dummy))
+    firsts_q = torch.cat((first_b, torch.arange(len(first_b), len(lengths_q))))
+    prompt_starts_q = local_F[starts_q[firsts_q]]
+    own_starts_q = local_F[(starts_q + prompts_q).clamp(max=len(local_F) - 1)]  # past the end where nothing is its own
+    ends_q = own_starts_q + lengths_q - prompts_q
+    spans_q4 = torch.stack((prompt_starts_q, prompt_starts_q + prompts_q, own_starts_q, ends_q), 1)
+    copies_T = torch.bincount(local_F, minlength=order_T.numel()).float()
+    return SharedPrompts(spans_q4[firsts_q.argsort(stable=True)], local_F, order_T, copies_T)
 
 
 def _first_with_prompt(prompts_bP: Tensor, mask_bP: Tensor, shares_prompts: bool) -> Tensor:

@@ -16,6 +16,8 @@ from torch import Tensor
 from megatron.core.ops import reference
 from megatron.core.ops.cpu.build import has_dtype, run
 from megatron.core.ops.cpu.instructions import multiplies_bfloat16
+from megatron.core.ops.reference_attention import whole_sequence_attention
+from megatron.core.packed_seq_params import SharedPrompts
 
 _LONG = 128  # tokens from which torch's kernel is worth a call of its own
 
@@ -26,21 +28,41 @@ def core_attention(
     """See ``contract.CoreAttention``. Nothing is padded or gathered; our kernel's backward keeps the inputs alone."""
     if not has_dtype(q):
         return reference.core_attention(q, k, v, cu_seqlens, max_seqlen, scale, causal)
+    long = []
+    if _has_torch_kernel(q, max_seqlen):
+        long = [slice(*span) for span in pairwise(cu_seqlens.tolist()) if span[1] - span[0] >= _LONG]
+    starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+    spans_B4 = torch.stack((starts, starts, starts, ends), 1)
+    return _attend(q, k, v, spans_B4[ends - starts < _LONG] if long else spans_B4, long, scale, causal)
+
+
+def shared_prompt_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, shared: SharedPrompts
+) -> Tensor:
+    """See ``contract.SharedPromptAttention``: a prompt attends once, and each sequence's own tokens to it."""
+    if not has_dtype(q) or _has_torch_kernel(q, max_seqlen):
+        return whole_sequence_attention(core_attention, q, k, v, cu_seqlens, max_seqlen, scale, shared)
+    return _attend(q, k, v, shared.spans_B4, [], scale, True)
+
+
+def _has_torch_kernel(q: Tensor, max_seqlen: int) -> bool:
+    return max_seqlen >= _LONG and q.dtype == torch.bfloat16 and multiplies_bfloat16()
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, spans_B4: Tensor, long: list[slice], scale: float, causal: bool) -> Tensor:
+    """spans_B4: the sequences for our kernel, as in ``SharedPrompts``; long: those for torch's."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    out: Tensor = _Attention.apply(q, k, v, cu_seqlens.tolist(), scale, causal)
+    out: Tensor = _Attention.apply(q, k, v, spans_B4, long, scale, causal)
     return out
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bounds: list[int], scale: float, causal: bool) -> Tensor:
-        spans = [(start, stop) for start, stop in pairwise(bounds) if stop > start]
-        is_multiplied = q.dtype == torch.bfloat16 and multiplies_bfloat16()
-        long = [slice(*span) for span in spans if is_multiplied and span[1] - span[0] >= _LONG]
-        ours = [span for span in spans if not is_multiplied or span[1] - span[0] < _LONG]
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, spans_B4: Tensor, long: list[slice], scale: float, causal: bool
+    ) -> Tensor:
         out = q.new_empty(*q.shape[:2], v.shape[-1])
-        if ours:
-            run("attention", q.dtype, q, k, v, *_places(q, k, v, ours), out, *_sizes(q, k, v, ours), scale, causal)
+        run("attention", q.dtype, q, k, v, *_places(q, k, v, spans_B4), out, *_sizes(q, k, v, spans_B4), scale, causal)
         sums = []
         for rows in long:
             attended, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -49,17 +71,16 @@ class _Attention(torch.autograd.Function):
             out[rows] = attended[0, ..., : v.shape[-1]].transpose(0, 1)
             sums.append(log_sum)
         ctx.save_for_backward(q, k, v, out if sums else None, *sums)
-        ctx.arguments = ours, long, scale, causal
+        ctx.arguments = spans_B4, long, scale, causal
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        ours, long, scale, causal = ctx.arguments
+        spans_B4, long, scale, causal = ctx.arguments
         q, k, v, out, *sums = ctx.saved_tensors
         grad, grads = grad.contiguous(), [x.new_empty(x.shape) for x in (q, k, v)]
-        if ours:
-            inputs = grad, q, k, v, *_places(q, k, v, ours)
-            run("attention_grad", q.dtype, *inputs, *grads, *_sizes(q, k, v, ours), scale, causal)
+        inputs = grad, q, k, v, *_places(q, k, v, spans_B4)
+        run("attention_grad", q.dtype, *inputs, *grads, *_sizes(q, k, v, spans_B4), scale, causal)
         for rows, log_sum in zip(long, sums, strict=True):
             heads = (grad[rows].transpose(0, 1), out[rows].transpose(0, 1), *_heads(q, k, v, rows))
             wide_grad, wide_out, *wide = _same_size(*heads)
@@ -68,18 +89,17 @@ class _Attention(torch.autograd.Function):
             )
             for whole, part in zip(grads, parts, strict=True):
                 whole[rows] = _summed(part[0, ..., : whole.shape[-1]], whole.shape[1]).transpose(0, 1)
-        return *grads, None, None, None
+        return *grads, None, None, None, None
 
 
-def _places(q: Tensor, k: Tensor, v: Tensor, spans: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-    """Return for the kernel: bounds of the sequences, and the strides of a token and of a head of q, k and v."""
+def _places(q: Tensor, k: Tensor, v: Tensor, spans_B4: Tensor) -> tuple[Tensor, Tensor]:
+    """Return for the kernel: the spans, and the strides of a token and of a head of q, k and v."""
     strides = torch.tensor([x.stride()[:2] for x in (q, k, v)], device=q.device)
-    return torch.tensor(spans, device=q.device), strides
+    return spans_B4.to(q.device), strides
 
 
-def _sizes(q: Tensor, k: Tensor, v: Tensor, spans: list[tuple[int, int]]) -> tuple[int, ...]:
-    longest = max(stop - start for start, stop in spans)
-    return len(spans), longest, q.shape[1], k.shape[1], q.shape[2], v.shape[2]
+def _sizes(q: Tensor, k: Tensor, v: Tensor, spans_B4: Tensor) -> tuple[int, ...]:
+    return len(spans_B4), q.shape[1], k.shape[1], q.shape[2], v.shape[2]
 
 
 def _heads(q: Tensor, k: Tensor, v: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor]:

@@ -38,8 +38,8 @@ _ARGUMENTS = {
     "log_sum_exp": "rwwlll",
     "cross_entropy_grad": "rrrrwlll",
     "adamw": "wrwwwllffffffff",
-    "attention": "rrrrrwllllllfl",
-    "attention_grad": "rrrrrrwwwllllllfl",
+    "attention": "rrrrrwlllllfl",
+    "attention_grad": "rrrrrrwwwlllllfl",
 }
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 

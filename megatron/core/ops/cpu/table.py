@@ -12,7 +12,7 @@ from megatron.core.ops import fused_adamw
 from megatron.core.ops.contract import TrainOps
 from megatron.core.ops.cpu import rows, vocab
 from megatron.core.ops.cpu.adamw import adamw_step
-from megatron.core.ops.cpu.attention import core_attention
+from megatron.core.ops.cpu.attention import core_attention, shared_prompt_attention
 from megatron.core.ops.cpu.build import has_compiler
 from megatron.core.ops.cpu.instructions import is_widened
 from megatron.core.ops.reference import reference_ops
@@ -32,7 +32,8 @@ def cpu_ops() -> TrainOps:
     native: dict[str, Any] = {"matmul": matmul, "grouped_matmul": grouped_matmul, "adamw_step": fused_adamw.adamw_step}
     if has_compiler():
         names = ("rms_norm", "swiglu", "rotary_interleaved", "token_permute", "token_unpermute")
-        native |= {"core_attention": core_attention, "adamw_step": adamw_step}
+        native |= {"core_attention": core_attention, "shared_prompt_attention": shared_prompt_attention}
+        native["adamw_step"] = adamw_step
         native |= {name: getattr(rows, name) for name in names}
         native |= {"log_sum_exp": vocab.log_sum_exp, "cross_entropy_grad": vocab.cross_entropy_grad}
     table = reference_ops()
