@@ -36,7 +36,9 @@ class CapturingPool(GraphPool):
 
 
 class CapturingPlatform(CpuPlatform):
-    """Keeps the pools that it made."""
+    """Keeps the pools that it made; graphs end with a sleep."""
+
+    keeps_graphs_over_sleep = False
 
     def __init__(self) -> None:
         self.pools: list[CapturingPool] = []

@@ -75,11 +75,16 @@ def test_what_a_cpu_captured_gives_the_bits_of_eager_steps(dtype: str, path: str
     for engine in (eager, captured):
         engine.load_weights(random_weights(TINY, seed=1).items())
     assert results_of(captured)[0] == results_of(eager)[0]
-    caches = [weakref.ref(cache[0]) for cache in captured.core.worker.kv_caches]
-    captured.sleep(1)
-    assert all(cache() is None for cache in caches) and captured_sizes(captured) == []
-    captured.wake_up()
-    assert results_of(captured)[0] == results_of(eager)[0]
+    for level in (1, 2):
+        for engine in (eager, captured):
+            engine.sleep(level)
+            engine.wake_up()
+            if level == 2:
+                engine.load_weights(random_weights(TINY, seed=2).items())
+        (tokens, logprobs), (expected_tokens, expected_logprobs) = results_of(captured), results_of(eager)
+        assert tokens == expected_tokens and torch.equal(logprobs, expected_logprobs)
+    graphs = captured.core.worker.graphs
+    assert graphs is not None and (graphs.num_captures, graphs.num_kept_over_sleep) == (2, 4)
 
 
 @pytest.mark.parametrize("name", ["qwen3 tied", "qwen3-moe"])
@@ -195,11 +200,22 @@ def test_replicas_in_lockstep_run_the_same_sizes(path: str) -> None:
                 assert logprobs == pytest.approx(expected_logprobs, abs=1e-5)
 
 
+@pytest.mark.parametrize("shape", ["replicas", "tensor parallel"])
+def test_steps_of_several_processes_that_a_cpu_captured_give_the_bits_of_eager_ones(path: str, shape: str) -> None:
+    layout = {"data_parallel_size": 2} | EXPERTS if shape == "replicas" else {"tensor_parallel_size": 2} | EXPERTS
+    prompts = SHARES if shape == "replicas" else [ALL, ALL]
+    layouts = [(layout | {"enforce_eager": is_eager}, prompts) for is_eager in (True, False)]
+    for eager, captured in run_ranks(run_engines, 2, path, layouts):
+        assert captured == eager
+
+
 def test_what_cannot_be_captured_is_refused_before_anything_is_built(path: str) -> None:
     with pytest.raises(ValueError, match="not that of the CPU kernels"):
         build(path, enforce_eager=False, device="cpu", rollout_ops="vllm.ops.reference:rollout_ops")
     with pytest.raises(ValueError, match="held in FP8 would be kept"):
         build(path, enforce_eager=False, device="cpu", quantization="fp8")
+    with pytest.raises(ValueError, match="expert_exchange=dispatch sends depends on values"):
+        build(path, enforce_eager=False, device="cpu", expert_exchange="dispatch", enable_expert_parallel=True)
     with pytest.raises(ValueError, match="mla_decode, fused_experts, .* of the op table"):
         build(path, enforce_eager=False, device="cuda")
     for sizes in ([], [0, 4], [16]):

@@ -90,6 +90,10 @@ class PlannedPlatform(Platform):
 class PlannedCpu(PlannedPlatform, CpuPlatform):
     """See ``PlannedPlatform``."""
 
+    def free(self, tensor: Tensor, keeps_address: bool) -> int:
+        """As without an address to keep: what is planned has none."""
+        return super().free(tensor, keeps_address=False)
+
 
 class PlannedCuda(PlannedPlatform, CudaPlatform):
     """See ``PlannedPlatform``."""

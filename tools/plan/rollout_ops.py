@@ -158,7 +158,7 @@ class _Given:
         if self.kind == "npu" and is_one_call(x_TH, top_k, len(w13_E2FH), group.world_size):
             return self._by_kernels(x_TH, w13_E2FH, w2_EHF, weights_TK, ids_TK, group)
         _, received = self._exchanged(num_rows, self.step_tokens, top_k, 0, num_rows)
-        known = _KnownCounts(group.rank_in_group, group.world_size, group.group, received)
+        known = _KnownCounts(group.rank_in_group, group.world_size, group.group, received=received)
         experts = self._experts_of_all()
         return all_to_all_experts(x_TH, w13_E2FH, w2_EHF, weights_TK, ids_TK, num_active, known, experts)
 
@@ -198,7 +198,7 @@ class _Given:
 class _KnownCounts(GroupCoordinator):
     """A group whose ranks send counts that are known beforehand: in a plan nobody sends them."""
 
-    received: tuple[int, ...]
+    received: tuple[int, ...] = ()
 
     def all_to_all(
         self, x: Tensor, sent_counts: list[int] | None = None, received_counts: list[int] | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -31,6 +31,7 @@ class GroupCoordinator:
     rank_in_group: int
     world_size: int
     group: dist.ProcessGroup | None
+    has_reduce_scatter: bool = True  # see ``Platform.has_reduce_scatter``
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum x over the group in place."""
@@ -55,6 +56,11 @@ class GroupCoordinator:
         """[n, ...] of [G n, ...]: this rank's part of the sum over the group."""
         if self.group is None:
             return x
+        if not self.has_reduce_scatter:
+            total, *others = self.all_to_all(x).unflatten(0, (self.world_size, -1)).unbind(0)
+            for part in others:
+                total = total + part
+            return total
         part = x.new_empty(len(x) // self.world_size, *x.shape[1:])
         _reduce_scatter(part, x.contiguous(), group=self.group)
         return part
@@ -143,10 +149,12 @@ class ParallelState:
             coordinator.destroy()
 
 
-def init_model_parallel(config: ParallelConfig, group_options: GroupOptions = lambda group: None) -> ParallelState:
+def init_model_parallel(
+    config: ParallelConfig, group_options: GroupOptions = lambda group: None, has_reduce_scatter: bool = True
+) -> ParallelState:
     """Build this engine's groups; collective over the engine's ranks, all of which make every group in the same order.
 
-    `group_options`: see ``Platform.group_options``.
+    `group_options`, `has_reduce_scatter`: see ``Platform``.
 
     If the engine does not have all ranks of torch.distributed, only the members of a group create it.
     """
@@ -166,7 +174,9 @@ def init_model_parallel(config: ParallelConfig, group_options: GroupOptions = la
     exchange = ep if config.expert_exchange == "dispatch" else []
     groups = {"tp": tp, "dp": dp, "ep": ep, "exchange": exchange}
     made = {name: _coordinator(name, of, config, group_options(name)) for name, of in groups.items()}
-    return ParallelState(config, **made)
+    return ParallelState(
+        config, **{name: replace(group, has_reduce_scatter=has_reduce_scatter) for name, group in made.items()}
+    )
 
 
 def _coordinator(name: str, groups: list[list[int]], config: ParallelConfig, options: Any) -> GroupCoordinator:

@@ -28,8 +28,10 @@ class CpuPlatform(Platform):
 
     name = "cpu"
     dist_backend = "gloo"
+    has_reduce_scatter = False
     rollout_ops = "vllm.ops.cpu:default_ops"
     captured_logits_bytes = 4 << 20  # for larger products the calls that a graph saves make no difference
+    keeps_graphs_over_sleep = True
 
     def device(self, local_rank: int) -> torch.device:
         return torch.device("cpu")
@@ -47,19 +49,41 @@ class CpuPlatform(Platform):
         if hasattr(libc, "mallctl"):  # jemalloc in front of it
             libc.mallctl(PURGE_ALL_ARENAS, None, None, None, 0)
 
+    def free(self, tensor: Tensor, keeps_address: bool) -> int:
+        """See ``Platform.free``: the system takes the pages, the address stays and reads as zeros."""
+        if not keeps_address:
+            return super().free(tensor, keeps_address)
+        storage = tensor.untyped_storage()
+        values = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+        first, length = _whole_pages(storage, mmap.PAGESIZE)
+        start = first - storage.data_ptr()
+        values[:start] = 0
+        values[start + length :] = 0
+        if length > 0 and ctypes.CDLL(None, use_errno=True).madvise(
+            ctypes.c_void_p(first), ctypes.c_size_t(length), mmap.MADV_DONTNEED
+        ):
+            raise OSError(ctypes.get_errno(), "madvise: the system refuses to take back the memory of a sleeping engine")
+        return 0
+
+    def allocate(self, tensor: Tensor, zeroed: bool) -> None:
+        if tensor.untyped_storage().nbytes() == 0:
+            super().allocate(tensor, zeroed)
+
     def prefer_large_pages(self, tensor: Tensor) -> None:
         """Advise the system; without transparent large pages nothing changes."""
         if not hasattr(mmap, "MADV_HUGEPAGE"):
             return
-        storage = tensor.untyped_storage()
-        first = -(-storage.data_ptr() // LARGE_PAGE_BYTES) * LARGE_PAGE_BYTES
-        length = (storage.data_ptr() + storage.nbytes() - first) // LARGE_PAGE_BYTES * LARGE_PAGE_BYTES
+        first, length = _whole_pages(tensor.untyped_storage(), LARGE_PAGE_BYTES)
         if length > 0:
             ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
 
     def kv_cache_budget_bytes(self, device: torch.device, utilization: float) -> int:
         """Return a fixed share of the host, so that every rank and every restart gets the same number of blocks."""
         return int(self.memory(device).total_bytes * KV_CACHE_FRACTION_OF_HOST * utilization)
+
+    def default_capture_sizes(self, max_num_seqs: int) -> tuple[int, ...]:
+        """A multiple of 16 from 16 on: padding is computed, and a capture costs a step."""
+        return tuple(sorted({*(size for size in (1, 2, 4, 8) if size < max_num_seqs), *range(16, max_num_seqs, 16), max_num_seqs}))
 
     def graph_pool(self) -> GraphPool:
         return CpuGraphPool()
@@ -69,8 +93,14 @@ class CpuPlatform(Platform):
         reasons = []
         if "mla_decode" in ops.not_capturable:
             reasons.append("the op table is not that of the CPU kernels (vllm.ops.cpu), which a C++ compiler builds")
-        if parallel.tensor_parallel_size > 1 or parallel.steps_in_lockstep:
-            reasons.append("calls between processes cannot be captured")
+        if parallel.enable_expert_parallel and parallel.expert_exchange == "dispatch":
+            reasons.append("what expert_exchange=dispatch sends depends on values; all_gather can be captured")
         if config.model.quantization == "fp8":
             reasons.append("weights held in FP8 would be kept dequantised")
         return [f"on a CPU {reason}" for reason in reasons]
+
+
+def _whole_pages(storage: torch.UntypedStorage, page_bytes: int) -> tuple[int, int]:
+    """Return the address and the bytes of the pages that lie in the storage as a whole; no bytes where none does."""
+    first = -(-storage.data_ptr() // page_bytes) * page_bytes
+    return first, max(0, (storage.data_ptr() + storage.nbytes() - first) // page_bytes * page_bytes)

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# torch's allocators put tensors up to this size into blocks that many share, so a freed one comes back elsewhere.
+SHARED_BLOCK_BYTES = 1 << 20
 ACTIVATION_FRACTION = 0.1  # share of the allowed memory that is left for activations, graphs and communication buffers
 
 
@@ -42,12 +44,14 @@ class CapturedGraph:
 class GraphPool(ABC):
     """Captures device work. Its graphs share memory, so a replay ends before the next one starts."""
 
+    runs_captures: ClassVar[bool] = False  # whether capture also does the work, so that the output holds its result
+
     @abstractmethod
     def capture(self, run: Callable[[], Tensor]) -> CapturedGraph:
-        """Capture the device work of `run`, which has run before (kernels, workspaces and communicators exist).
+        """Capture the device work of `run`, which may neither read the device nor create tensors that outlive the graph.
 
-        Capture does not run it: the output is uninitialised before the first replay. `run` may neither read the device
-        nor create tensors that outlive the graph.
+        Unless the pool runs captures, `run` has run before (kernels, workspaces and communicators exist), and the
+        output is uninitialised before the first replay.
         """
 
 
@@ -61,8 +65,9 @@ class Platform(ABC):
     supported_kv_layouts: ClassVar[tuple[str, ...]] = ("nd",)
     holds_fp8: ClassVar[bool] = True  # whether tensors of float8_e4m3fn exist there
     captured_logits_bytes: ClassVar[int] = 0  # the most logits that a graph computes; larger ones are computed after it
-    # Whether graphs outlive a sleep, together with their pool, if what they read comes back to its addresses.
+    # Whether graphs outlive a sleep, with their pool, if what they read comes back to its addresses (`free`).
     keeps_graphs_over_sleep: ClassVar[bool] = False
+    has_reduce_scatter: ClassVar[bool] = True  # False: it sends as much as an all-reduce, and all-to-all is quicker
     holds_values: ClassVar[bool] = True  # False: tensors have only shapes, and no weights are read or initialised
 
     @abstractmethod
@@ -100,6 +105,25 @@ class Platform(ABC):
 
     def empty_cache(self) -> None:  # noqa: B027 - not every kind of device has an allocator cache
         """Return the allocators' unused memory to the device."""
+
+    def free(self, tensor: Tensor, keeps_address: bool) -> int:
+        """Give back the memory of a tensor, whose values are lost, until `allocate`. Returns the bytes that stay.
+
+        keeps_address: it shall then be where it was, as far as the device has a way.
+        """
+        storage = tensor.untyped_storage()
+        if keeps_address and storage.nbytes() <= SHARED_BLOCK_BYTES:
+            return storage.nbytes()
+        storage.resize_(0)
+        return 0
+
+    def allocate(self, tensor: Tensor, zeroed: bool) -> None:
+        """Give a tensor that `free` was called for its memory again; without `zeroed`, values are undefined."""
+        storage, num_bytes = tensor.untyped_storage(), tensor.numel() * tensor.element_size()
+        if storage.nbytes() != num_bytes:
+            storage.resize_(num_bytes)
+        if zeroed:
+            tensor.zero_()
 
     def prefer_large_pages(self, tensor: Tensor) -> None:  # noqa: B027 - devices have large pages anyway
         """Ask for large pages for memory that every step reads from end to end."""

@@ -2,8 +2,9 @@
 
 With expert parallel, the experts are split over all TP x DP ranks, and tokens reach them in one of two ways
 (`expert_exchange`):
-  all_gather  every rank gathers the tokens of all DP replicas, runs its own experts on all of them, and one all-reduce
-              over the EP group sums the contributions; each replica keeps its own rows.
+  all_gather  every rank gathers the tokens of all DP replicas, runs its own experts on all of them, and one
+              reduce-scatter over the EP group gives each replica the sums for its own tokens (with TP, one all-reduce,
+              of which it keeps its own rows).
   dispatch    the TP ranks of a replica share its tokens out among themselves, each sends its part to the ranks that
               hold the chosen experts and gets the results back, and one all-reduce over TP puts the parts together.
               With `use_sequence_parallel_moe` they share them out before: attention's output is reduce-scattered over
@@ -120,10 +121,14 @@ class FusedMoE(nn.Module):
             _add_shared(out_TH, shared)
             group = self.parallel.ep if self.is_expert_parallel else self.parallel.tp
             return group.all_reduce(out_TH)
-        padded_SH = F.pad(x_TH, (0, 0, 0, longest - len(x_TH)))
+        padded_SH = x_TH if len(x_TH) == longest else F.pad(x_TH, (0, 0, 0, longest - len(x_TH)))
         everyones_TH = self.parallel.dp.all_gather(padded_SH).flatten(0, 1)
         own = slice(dp_rank * longest, dp_rank * longest + len(x_TH))
         out_GSH = self._routed(everyones_TH, context, own).view(-1, *padded_SH.shape)
+        if self.parallel.tp.world_size == 1:  # a rank needs its own tokens' sums alone
+            own_TH = self.parallel.ep.reduce_scatter(out_GSH)[0, : len(x_TH)]
+            _add_shared(own_TH, shared)
+            return own_TH
         own_TH = out_GSH[dp_rank, : len(x_TH)]
         _add_shared(own_TH, shared)  # the TP ranks' partial sums ride on the all-reduce of the experts
         self.parallel.ep.all_reduce(out_GSH)

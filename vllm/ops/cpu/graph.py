@@ -1,4 +1,4 @@
-"""Decode steps of a CPU as graphs: the kernels' calls with their addresses, and torch's ops between them.
+"""Decode steps of a CPU as graphs: the kernels' calls with their addresses, and torch's ops and collectives between them.
 
 A replay repeats the calls on the memory they were captured with: one call into the library for all kernels between two
 torch ops, and no Python per layer. The few torch ops of a layer have kernels for replays too (`_kernel_of`). Memory
@@ -54,33 +54,39 @@ def is_capturing() -> bool:
 
 
 class CpuGraphPool(GraphPool):
-    """Captures the calls of this package's kernels and of torch's ops."""
+    """Captures the calls of this package's kernels, of torch's ops and of collectives."""
+
+    runs_captures = True
+
+    def __init__(self) -> None:
+        self._blocks: list[np.ndarray] = []
 
     def capture(self, run: Callable[[], Tensor]) -> CapturedGraph:
-        """See ``GraphPool.capture``; the output holds the result of the captured run.
+        """See ``GraphPool.capture``.
 
         Raises:
             RuntimeError: the work of an op or the shape of its result depends on values.
         """
-        capture = Capture()
+        capture = Capture(self._blocks)
         _ACTIVE.capture = capture
         try:
             with capture:
                 output = run()
         finally:
             _ACTIVE.capture = None
-        capture.end_calls()
+        capture.end()
         return CapturedGraph(output, capture.replay, capture.release)
 
 
 class Capture(TorchDispatchMode):
     """The work of one step in order: torch's ops while the mode is active, and the kernels' calls through `launch`."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: list[np.ndarray]) -> None:
+        """blocks: memory of the pool that no graph uses while a replay of this one runs."""
         super().__init__()
         self._work: list[Callable[[], object]] = []
         self._calls: list[bytes] = []  # since the last torch op
-        self._arena = _Arena()
+        self._arena = _Arena(blocks)
         self._results: list[object] = []  # of torch's ops: calls hold addresses in their memory
 
     @classmethod
@@ -99,6 +105,10 @@ class Capture(TorchDispatchMode):
             raise RuntimeError(f"{func} cannot be captured: its work depends on values; set enforce_eager=True")
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if func.namespace == "c10d":
+            self.end_calls()
+            self._work.append(partial(_communicate, func, args, kwargs))
+            return result
         if func in _ALLOCATIONS:
             return self._arena.empty_like(result)
         if not _is_view(func, args, result):
@@ -117,7 +127,11 @@ class Capture(TorchDispatchMode):
             work()
 
     def release(self) -> None:
-        self._work, self._results, self._arena = [], [], _Arena()
+        self._work, self._results = [], []
+
+    def end(self) -> None:
+        self.end_calls()
+        self._arena.close()
 
     def end_calls(self) -> None:
         """Turn the kernels' calls so far into one piece of work."""
@@ -128,11 +142,15 @@ class Capture(TorchDispatchMode):
 
 
 class _Arena:
-    """Memory of one graph. Replays keep the order of the capture, so what was free then is free again."""
+    """Memory of one graph. Replays keep the order of the capture, so what was free then is free again.
 
-    def __init__(self) -> None:
-        self._blocks: list[Tensor] = []
+    Graphs of a pool take one another's blocks, largest captures first: only what a graph still refers to is its own.
+    """
+
+    def __init__(self, blocks: list[np.ndarray]) -> None:
+        self._blocks = blocks
         self._free: defaultdict[int, list[np.ndarray]] = defaultdict(list)  # by bytes; the last one is used first
+        self._is_open = True
 
     def empty_like(self, tensor: Tensor) -> Tensor:
         """Return uninitialised memory with the shape and strides of ``tensor``."""
@@ -140,11 +158,26 @@ class _Arena:
         if num_bytes == 0:
             return tensor
         free = self._free[num_bytes]
-        if not free:
-            self._blocks.append(torch.empty(num_bytes, dtype=torch.uint8))
-            free.append(self._blocks[-1].numpy())
-        block = free.pop()
-        return leased(block, free.append, block).view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+        block = free.pop() if free else self._take(num_bytes)
+        memory = leased(block[:num_bytes], self._give_back, num_bytes, block)
+        return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+    def close(self) -> None:
+        """End the capture: what is free is the pool's."""
+        self._is_open = False
+        for free in self._free.values():
+            self._blocks += free
+        self._free.clear()
+
+    def _take(self, num_bytes: int) -> np.ndarray:
+        """The smallest block of the pool that is large enough, or a new one."""
+        fitting = [index for index, block in enumerate(self._blocks) if len(block) >= num_bytes]
+        if not fitting:
+            return torch.empty(num_bytes, dtype=torch.uint8).numpy()
+        return self._blocks.pop(min(fitting, key=lambda index: len(self._blocks[index])))
+
+    def _give_back(self, num_bytes: int, block: np.ndarray) -> None:
+        (self._free[num_bytes] if self._is_open else self._blocks).append(block)
 
 
 _HAVE_KERNELS = {
@@ -182,6 +215,12 @@ def _kernel_of(func: Any, args: tuple[Any, ...], out: Tensor) -> bytes | None:
     if (first.dtype, out.dtype) == (torch.bfloat16, torch.float32):
         return call_of("cpu_widen", first.data_ptr(), out.numel(), out.data_ptr())
     return None
+
+
+def _communicate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Run a collective, and wait for it as the captured step did: only those that block are captured."""
+    result = func(*args, **kwargs)
+    (result[-1] if isinstance(result, (tuple, list)) else result).wait()
 
 
 def _is_view(func: Any, args: tuple[Any, ...], result: object) -> bool:

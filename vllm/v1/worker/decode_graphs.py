@@ -62,8 +62,9 @@ class DecodeGraphs:
     sequence of length 1 in the scratch blocks, which no request owns: they read finite values there, and each writes to
     a slot of its own. The cache has `num_scratch_blocks` of them behind the `num_blocks` of the scheduler.
 
-    The first step of a size runs eagerly on the buffers and is captured afterwards. So kernels, workspaces and
-    communicators exist when capture begins, and a rank runs the same number of collectives in either case.
+    The first step of a size runs eagerly on the buffers and is captured afterwards, so that kernels, workspaces and
+    communicators exist when capture begins; where a capture also runs, it is that step. A step runs the same number of
+    collectives in either case.
 
     A graph holds the addresses of weights and KV cache. Call `sleep` before they are freed. Where the platform keeps
     graphs over a sleep, the first step afterwards compares these addresses: if one has changed, the graphs are dropped,
@@ -189,17 +190,18 @@ class DecodeGraphs:
             hidden_SH: Tensor = self._model(self._ids_S.buffer[:size], caches, context)
             return self._model.compute_logits(hidden_SH) if self.makes_logits(size) else hidden_SH
 
-        output = forward()
-        renewals: list[Callable[[], None]] = []
-        decode.renewals = renewals
         if self._pool is None:
             self._pool = self._platform.graph_pool()
             assert self._pool is not None, self._platform.name
-        self._graphs[size] = _DecodeGraph(self._pool.capture(forward), renewals)
+        eager_output = None if self._pool.runs_captures else forward()
+        renewals: list[Callable[[], None]] = []
+        decode.renewals = renewals
+        graph = self._pool.capture(forward)
+        self._graphs[size] = _DecodeGraph(graph, renewals)
         self._captured_addresses = self._addresses()
         self.num_captures += 1
         logger.info("captured a decode step of %d sequences", size)
-        return output
+        return graph.output if eager_output is None else eager_output
 
     def _fill(self, inputs: StepInputs, tables_BW: np.ndarray, size: int) -> None:
         rows, width = tables_BW.shape

@@ -32,8 +32,6 @@ from vllm.v1.worker.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
-# torch's allocators put tensors up to this size into blocks that many share, so a freed one comes back elsewhere.
-SHARED_BLOCK_BYTES = 1 << 20
 
 
 class Worker:
@@ -53,6 +51,7 @@ class Worker:
         self.names_to_load: set[str] = set(self.model.weight_views)
         self._fp8_pairs = Fp8Pairs()
         self._host_weights: list[Tensor] | None = None  # level-1 sleep keeps the weights here
+        self._kept_weight_bytes = self._kept_kv_cache_bytes = 0  # while they sleep
         self.are_weights_awake = True
         self._load_initial_weights()
         self.kv_caches: list[KVCache] = []
@@ -162,20 +161,16 @@ class Worker:
         return self.graphs is not None and self.platform.keeps_graphs_over_sleep
 
     def _free_kv_cache(self) -> None:
-        if self._keeps_graphs:  # their updates go on referring to these tensors
-            for tensor in (tensor for cache in self.kv_caches for tensor in cache):
-                self._free(tensor)
-        else:
-            self.kv_caches = []
+        if self.is_kv_cache_awake and self._keeps_graphs:  # their updates go on referring to these tensors
+            caches = [tensor for cache in self.kv_caches for tensor in cache]
+            self._kept_kv_cache_bytes = sum(self.platform.free(tensor, keeps_address=True) for tensor in caches)
+        elif not self._keeps_graphs:
+            self.kv_caches, self._kept_kv_cache_bytes = [], 0
         self.is_kv_cache_awake = False
-
-    def _free(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if not self._keeps_graphs or storage.nbytes() > SHARED_BLOCK_BYTES:
-            storage.resize_(0)
 
     def _free_weights(self, level: int) -> None:
         self._host_weights = [] if level == 1 else None
+        self._kept_weight_bytes = 0
         if level == 2:
             self._count_none_as_loaded()
         # NPU-ADAPTATION(sleep-frees-storage): freed by hand, tensor by tensor: the memory pool that sleeps as a whole
@@ -183,7 +178,7 @@ class Worker:
         for tensor in weight_storage(self.model):
             if self._host_weights is not None:
                 self._host_weights.append(tensor.to("cpu", copy=True))
-            self._free(tensor)
+            self._kept_weight_bytes += self.platform.free(tensor, keeps_address=self._keeps_graphs)
         # NPU-ADAPTATION END
         self.are_weights_awake = False
 
@@ -193,7 +188,7 @@ class Worker:
             return
         host_weights = iter(self._host_weights or [])
         for tensor in weight_storage(self.model):
-            _allocate(tensor)
+            self.platform.allocate(tensor, zeroed=False)
             self.platform.prefer_large_pages(tensor)
             if self._host_weights is not None:
                 tensor.copy_(next(host_weights))
@@ -207,8 +202,7 @@ class Worker:
         if not self.num_gpu_blocks:  # counted once: the scheduler's blocks must exist whatever is free after a sleep
             self.num_gpu_blocks = self._count_blocks()
         for tensor in (tensor for held in self.kv_caches for tensor in held):
-            _allocate(tensor)
-            tensor.zero_()
+            self.platform.allocate(tensor, zeroed=True)
         self.kv_caches = self.kv_caches or self._new_kv_caches()
         self.is_kv_cache_awake = True
 
@@ -225,8 +219,11 @@ class Worker:
 
     def memory_report(self) -> dict[str, int]:
         """Return the bytes of weights, offloaded weights, KV cache and communicators, and the block count."""
-        weights = sum(tensor.untyped_storage().nbytes() for tensor in weight_storage(self.model))
-        kv_cache = sum(t.untyped_storage().nbytes() for cache in self.kv_caches for t in cache)
+        weights, kv_cache = self._kept_weight_bytes, self._kept_kv_cache_bytes
+        if self.are_weights_awake:
+            weights = sum(tensor.untyped_storage().nbytes() for tensor in weight_storage(self.model))
+        if self.is_kv_cache_awake:
+            kv_cache = sum(t.untyped_storage().nbytes() for cache in self.kv_caches for t in cache)
         memory = self.platform.memory(self.device)
         buffers = sum(self.platform.group_buffer_bytes(name) for name in self.parallel.used_groups())
         return {
@@ -319,13 +316,6 @@ class Worker:
         """Return the smallest count of the replica: its ranks schedule alike only with equal caches."""
         mine = torch.tensor([count], dtype=torch.int64, device=self.platform.exchange_device(self.device))
         return int(self.parallel.tp.all_gather(mine).min())
-
-
-def _allocate(tensor: Tensor) -> None:
-    """Give a tensor that was freed its memory again, and leave one that was not where it is."""
-    storage, num_bytes = tensor.untyped_storage(), tensor.numel() * tensor.element_size()
-    if storage.nbytes() != num_bytes:
-        storage.resize_(num_bytes)
 
 
 @torch.inference_mode()
