@@ -95,9 +95,7 @@ class LLM:
         if not self.config.model.skip_tokenizer_init:
             self._tokenizer = LazyTokenizer(self.config.model.tokenizer)
         logger.info("rollout ops on %s: %s", platform.name, ops.implementations)
-        self.parallel = init_model_parallel(
-            self.config.parallel, platform.group_options, platform.has_reduce_scatter
-        )
+        self.parallel = init_model_parallel(self.config.parallel, platform.group_options, platform.has_reduce_scatter)
         self.core = EngineCore(self.config, self.parallel, platform, ops, platform.device(_local_rank(rank, platform)))
         self.engine = LLMEngine(self.config, self.core, self._tokenizer)
         self._request_counter = itertools.count()

@@ -41,12 +41,16 @@ class CpuPlatform(Platform):
         return DeviceMemory(os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page)
 
     def empty_cache(self) -> None:
-        """Return free memory to the host, which allocators keep for later."""
+        """Return free memory to the host, but for what an allocator is told to keep (``MALLOC_TRIM_THRESHOLD_`` of
+        glibc, ``dirty_decay_ms:-1`` in jemalloc's ``MALLOC_CONF``): in a process that also trains, the next phase would
+        take it again, page by page.
+        """
         memory.release_all()
         libc = ctypes.CDLL(None)
-        if hasattr(libc, "malloc_trim"):  # glibc alone has it
+        if hasattr(libc, "malloc_trim") and not os.environ.get("MALLOC_TRIM_THRESHOLD_"):  # glibc alone has it
             libc.malloc_trim(0)
-        if hasattr(libc, "mallctl"):  # jemalloc in front of it
+        keeps_pages = "dirty_decay_ms:-1" in os.environ.get("MALLOC_CONF", "")
+        if hasattr(libc, "mallctl") and not keeps_pages:  # jemalloc in front of it
             libc.mallctl(PURGE_ALL_ARENAS, None, None, None, 0)
 
     def free(self, tensor: Tensor, keeps_address: bool) -> int:
@@ -62,7 +66,7 @@ class CpuPlatform(Platform):
         if length > 0 and ctypes.CDLL(None, use_errno=True).madvise(
             ctypes.c_void_p(first), ctypes.c_size_t(length), mmap.MADV_DONTNEED
         ):
-            raise OSError(ctypes.get_errno(), "madvise: the system refuses to take back the memory of a sleeping engine")
+            raise OSError(ctypes.get_errno(), "madvise: the system does not take back the memory of a sleeping engine")
         return 0
 
     def allocate(self, tensor: Tensor, zeroed: bool) -> None:
@@ -82,8 +86,9 @@ class CpuPlatform(Platform):
         return int(self.memory(device).total_bytes * KV_CACHE_FRACTION_OF_HOST * utilization)
 
     def default_capture_sizes(self, max_num_seqs: int) -> tuple[int, ...]:
-        """A multiple of 16 from 16 on: padding is computed, and a capture costs a step."""
-        return tuple(sorted({*(size for size in (1, 2, 4, 8) if size < max_num_seqs), *range(16, max_num_seqs, 16), max_num_seqs}))
+        """Multiples of 16 from 16 on: padding is computed, and a capture costs no step of its own."""
+        sizes = (1, 2, 4, 8, *range(16, max_num_seqs, 16))
+        return (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
 
     def graph_pool(self) -> GraphPool:
         return CpuGraphPool()

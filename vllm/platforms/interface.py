@@ -48,7 +48,7 @@ class GraphPool(ABC):
 
     @abstractmethod
     def capture(self, run: Callable[[], Tensor]) -> CapturedGraph:
-        """Capture the device work of `run`, which may neither read the device nor create tensors that outlive the graph.
+        """Capture the device work of `run`, which may neither read the device nor make tensors that outlive the graph.
 
         Unless the pool runs captures, `run` has run before (kernels, workspaces and communicators exist), and the
         output is uninitialised before the first replay.

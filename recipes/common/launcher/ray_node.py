@@ -25,9 +25,13 @@ TEMP_PREFIX = "rl_"
 FREE_PORT = "<free port>"
 NPU_ENV_FILE = Path(__file__).resolve().parents[1] / "npu_env.sh"
 CPU_OBJECT_STORE_BYTES = 256 * 2**20
-# glibc's allocator keeps the memory of a micro-batch for the next one (blocks up to its own limit of 32 MiB): giving it
-# back and taking it again, page by page, is a sixth of an update on a CPU. jemalloc, when preloaded, reads neither.
-KEPT_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**32), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
+# The allocator, glibc's or jemalloc, keeps the memory of a micro-batch and of a generation for the next one (glibc:
+# blocks up to its own limit of 32 MiB): taking it again, page by page, would be a fifth of an update on a CPU.
+KEPT_MEMORY = {
+    "MALLOC_TRIM_THRESHOLD_": str(2**32),
+    "MALLOC_MMAP_THRESHOLD_": str(2**25),
+    "MALLOC_CONF": "dirty_decay_ms:-1",
+}
 _EXPORT = re.compile(r'^export (\w+)="\$\{\w+:-([^}]*)\}"', re.MULTILINE)
 
 

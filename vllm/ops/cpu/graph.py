@@ -1,4 +1,4 @@
-"""Decode steps of a CPU as graphs: the kernels' calls with their addresses, and torch's ops and collectives between them.
+"""Decode steps of a CPU as graphs: the kernels' calls with their addresses, torch's ops and collectives between them.
 
 A replay repeats the calls on the memory they were captured with: one call into the library for all kernels between two
 torch ops, and no Python per layer. The few torch ops of a layer have kernels for replays too (`_kernel_of`). Memory

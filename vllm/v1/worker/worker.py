@@ -33,7 +33,6 @@ from vllm.v1.worker.model_runner import ModelRunner
 logger = logging.getLogger(__name__)
 
 
-
 class Worker:
     """Builds the model, sizes the KV cache once, and frees and restores both on demand."""
 
