@@ -47,10 +47,7 @@ constexpr long words(long k) { return M::is_dot ? (k + 1) / 2 : k; }
 template <class M>
 static inline vf load_words(const typename M::T* p, long left) {  // 16 words of a row that has `left` elements, bf16 in pairs
   if constexpr (sizeof(typename M::T) == 2) {
-    if (left >= 2 * LANES) return (vf)load_bits<vhh>(p);
-    bf16 lanes[2 * LANES] = {};
-    std::memcpy(lanes, p, left * sizeof(bf16));
-    return (vf)load_bits<vhh>(lanes);
+    return (vf)(left >= 2 * LANES ? load_bits<vhh>(p) : load_halves(p, left));
   } else {
     return load_n(p, left);
   }
@@ -162,12 +159,12 @@ struct Weight {  // w(k, n) = data[k * k_stride + n * n_stride], one of the stri
 // Loads 32 columns of a row, in the order of the sums.
 static inline void load_columns(const float* p, vf& low, vf& high) { low = load(p), high = load(p + LANES); }
 static inline void load_columns(const bf16* p, vf& even, vf& odd) { split(load_bits<vu>(p), even, odd); }
-template <class T>
-static inline void load_columns_n(const T* p, long n, vf& low, vf& high) {  // the first n, zeros behind
-  if (n >= PANEL) return load_columns(p, low, high);
-  T columns[PANEL] = {};
-  std::memcpy(columns, p, n * sizeof(T));
-  load_columns(columns, low, high);
+// The first n, zeros behind.
+static inline void load_columns_n(const float* p, long n, vf& low, vf& high) {
+  low = load_n(p, n), high = n > LANES ? load_n(p + LANES, n - LANES) : vf{};
+}
+static inline void load_columns_n(const bf16* p, long n, vf& even, vf& odd) {
+  split((vu)(n >= PANEL ? load_bits<vhh>(p) : load_halves(p, n)), even, odd);
 }
 
 // Changes the order of the sums to that of the columns.

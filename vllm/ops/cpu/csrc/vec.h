@@ -92,19 +92,41 @@ static inline void store(bf16* p, vf v) { store_bits(p, narrow(v)); }
 static inline void store_two(float* p, vf low, vf high) { store(p, low), store(p + LANES, high); }
 static inline void store_two(bf16* p, vf low, vf high) { store_bits(p, narrow(low, high)); }
 
+// The first n < LANES lanes, then zeros; of 32 bf16 the first n < 2 * LANES.
+#if defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__BMI2__)
+static inline uint32_t lane_mask(long n) { return _bzhi_u32(~0u, (uint32_t)n); }
+static inline vf load_part(const float* p, long n) { return (vf)_mm512_maskz_loadu_ps((__mmask16)lane_mask(n), p); }
+static inline vf load_part(const bf16* p, long n) { return widen((vh)_mm256_maskz_loadu_epi16((__mmask16)lane_mask(n), p)); }
+static inline vhh load_halves(const bf16* p, long n) { return (vhh)_mm512_maskz_loadu_epi16(lane_mask(n), p); }
+static inline void store_part(float* p, vf v, long n) { _mm512_mask_storeu_ps(p, (__mmask16)lane_mask(n), (__m512)v); }
+static inline void store_part(bf16* p, vf v, long n) { _mm256_mask_storeu_epi16(p, (__mmask16)lane_mask(n), (__m256i)narrow(v)); }
+#else
 template <class T>
-static inline vf load_n(const T* p, long n) {  // the first n lanes, then zeros
-  if (n >= LANES) return load(p);
+static inline vf load_part(const T* p, long n) {
   T lanes[LANES] = {};
   std::memcpy(lanes, p, n * sizeof(T));
   return load(lanes);
 }
+static inline vhh load_halves(const bf16* p, long n) {
+  bf16 lanes[2 * LANES] = {};
+  std::memcpy(lanes, p, n * sizeof(bf16));
+  return load_bits<vhh>(lanes);
+}
 template <class T>
-static inline void store_n(T* p, vf v, long n) {
-  if (n >= LANES) return store(p, v);
+static inline void store_part(T* p, vf v, long n) {
   T lanes[LANES];
   store(lanes, v);
   std::memcpy(p, lanes, n * sizeof(T));
+}
+#endif
+
+template <class T>
+static inline vf load_n(const T* p, long n) {  // the first n lanes, then zeros
+  return n >= LANES ? load(p) : load_part(p, n);
+}
+template <class T>
+static inline void store_n(T* p, vf v, long n) {
+  n >= LANES ? store(p, v) : store_part(p, v, n);
 }
 
 static inline vf select(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
