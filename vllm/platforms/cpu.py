@@ -41,7 +41,7 @@ class CpuPlatform(Platform):
         return DeviceMemory(os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page)
 
     def empty_cache(self) -> None:
-        """Return free memory to the host, but for what an allocator is told to keep (``MALLOC_TRIM_THRESHOLD_`` of
+        """Return free memory to the host, but for what an allocator's variables keep (``MALLOC_TRIM_THRESHOLD_`` of
         glibc, ``dirty_decay_ms:-1`` in jemalloc's ``MALLOC_CONF``): in a process that also trains, the next phase would
         take it again, page by page.
         """

@@ -155,6 +155,7 @@ def pack_micro_batch(
     local_F = local_F[computed_F]  # a token that others repeat is where the first of them is
     is_padding_T = is_padding_F[order_T] if num_real < ids_F.numel() else None
     is_here_s, is_here_n = local_F[positions_s] >= 0, local_F[positions_n] >= 0
+    shared = _shared_prompts(local_F, order_T, lengths_q, first_b, mask_bP.sum(-1)) if num_repeated else None
     places_2S = torch.stack((chosen[rows_s[is_here_s]], cols_s[is_here_s]))
     return PackedMicroBatch(
         rows_S=places_2S[0],
@@ -167,14 +168,7 @@ def pack_micro_batch(
         labels_S=ids_F[positions_s[is_here_s] + 1],
         input_ids_T=ids_F[order_T],
         position_ids_T=position_ids_F[order_T],
-        packed_seq_params=PackedSeqParams(
-            cu_seqlens,
-            max(lengths),
-            is_padding_T,
-            shared_prompts=_shared_prompts(local_F, order_T, lengths_q, first_b, mask_bP.sum(-1))
-            if num_repeated
-            else None,
-        ),
+        packed_seq_params=PackedSeqParams(cu_seqlens, max(lengths), is_padding_T, shared_prompts=shared),
     )
 
 
