@@ -329,7 +329,7 @@ def adamw(new: Maker, size: Sizes) -> Call:
     def run(ops: TrainOps, param: Tensor, weight: Tensor, grad: Tensor, *moments: Tensor) -> tuple[Tensor, ...]:
         settings: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
         for step in (1, 2, 3):
-            ops.adamw_step(param, grad, *moments, weight, step=step, grad_scale=0.5, **settings)
+            ops.adamw_step(param, grad.clone(), *moments, weight, step=step, grad_scale=0.5, **settings)
         return param, weight, *moments
 
     weight, grad, exp_avg = (new.floats(size.parameters) for _ in range(3))
