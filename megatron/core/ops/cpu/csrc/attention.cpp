@@ -10,6 +10,7 @@
 #include "values.h"
 
 constexpr long QUERIES = 64;  // whose scores are in memory at a time
+constexpr long ROWS = LANES == 16 ? 8 : 4;  // of a product at a time, whose sums are registers
 
 static inline vf load(const float* p) {
   vf v;
@@ -19,19 +20,19 @@ static inline vf load(const float* p) {
 static inline void store(float* p, vf v) { std::memcpy(p, &v, sizeof(v)); }
 static inline long whole(long n) { return (n + LANES - 1) / LANES * LANES; }
 
-// ROWS x (COLUMNS * LANES) of c = a b, or with ADDS of c += a b; a's element (i, k) is at i * row_step + k * step.
-template <bool ADDS, int ROWS, int COLUMNS>
+// R x (COLUMNS * LANES) of c = a b, or with ADDS of c += a b; a's element (i, k) is at i * row_step + k * step.
+template <bool ADDS, int R, int COLUMNS>
 static inline void product_block(const float* a, long row_step, long step, const float* b, long b_row, float* c, long c_row, long K) {
-  vf sum[ROWS][COLUMNS] = {};
+  vf sum[R][COLUMNS] = {};
   if constexpr (ADDS)
-    for (int i = 0; i < ROWS; ++i)
+    for (int i = 0; i < R; ++i)
       for (int j = 0; j < COLUMNS; ++j) sum[i][j] = load(c + i * c_row + j * LANES);
   for (long k = 0; k < K; ++k)
     for (int j = 0; j < COLUMNS; ++j) {
       const vf right = load(b + k * b_row + j * LANES);
-      for (int i = 0; i < ROWS; ++i) sum[i][j] += a[i * row_step + k * step] * right;
+      for (int i = 0; i < R; ++i) sum[i][j] += a[i * row_step + k * step] * right;
     }
-  for (int i = 0; i < ROWS; ++i)
+  for (int i = 0; i < R; ++i)
     for (int j = 0; j < COLUMNS; ++j) store(c + i * c_row + j * LANES, sum[i][j]);
 }
 
@@ -44,7 +45,11 @@ static inline void product(long rows, const float* a, long row_step, long step, 
     for (long i = 0; i < rows;) {
       const float* from = a + i * row_step;
       float* to = c + i * c_row + j;
-      if (rows - i >= 4) {
+      if (rows - i >= ROWS) {
+        is_pair ? product_block<ADDS, ROWS, 2>(from, row_step, step, b + j, b_row, to, c_row, K)
+                : product_block<ADDS, ROWS, 1>(from, row_step, step, b + j, b_row, to, c_row, K);
+        i += ROWS;
+      } else if (rows - i >= 4) {
         is_pair ? product_block<ADDS, 4, 2>(from, row_step, step, b + j, b_row, to, c_row, K)
                 : product_block<ADDS, 4, 1>(from, row_step, step, b + j, b_row, to, c_row, K);
         i += 4;
@@ -132,8 +137,8 @@ static inline void soften(float* row, long seen, long size, float scale) {
 // weights [count, row]: softmax(q k^T scale) of the queries from ``first`` on, with zeros where a causal query sees no key.
 static void weigh(const float* q, const float* k_columns, long row, long first, long count, long P, long L, long D, float scale,
                   bool causal, float* weights) {
-  for (long i = 0; i < count; i += 4) {
-    const long rows = count - i < 4 ? count - i : 4, end = P + (causal ? first + i + rows : L);
+  for (long i = 0; i < count; i += ROWS) {
+    const long rows = std::min(count - i, ROWS), end = P + (causal ? first + i + rows : L);
     product<false>(rows, q + (first + i) * whole(D), whole(D), 1, k_columns, row, weights + i * row, row, whole(end), D);
     for (long r = i; r < i + rows; ++r) soften(weights + r * row, causal ? P + first + r + 1 : end, whole(end), scale);
   }
@@ -191,8 +196,8 @@ static void attend(const T* q, const T* k, const T* v, T* out, const Shape& s, i
         for (long begin = 0; begin < length; begin += QUERIES) {
           const long count = std::min(length - begin, QUERIES);
           weigh(rows_D, columns, row, begin, count, P, length, s.D, s.scale, s.causal, weights);
-          for (long i = 0; i < count; i += 4) {
-            const long rows = std::min(count - i, 4L), end = P + (s.causal ? begin + i + rows : length);
+          for (long i = 0; i < count; i += ROWS) {
+            const long rows = std::min(count - i, ROWS), end = P + (s.causal ? begin + i + rows : length);
             product<false>(rows, weights + i * row, row, 1, values, E, results + (begin + i) * E, E, E, end);
           }
         }
@@ -225,8 +230,8 @@ static void attend_grad(const T* grad, const T* q, const T* k, const T* v, T* gr
         for (long begin = 0; begin < length; begin += QUERIES) {
           const long count = std::min(length - begin, QUERIES);
           weigh(queries, key_columns, row, begin, count, P, length, s.D, s.scale, s.causal, weights);
-          for (long i = 0; i < count; i += 4) {
-            const long rows = std::min(count - i, 4L), end = P + (s.causal ? begin + i + rows : length);
+          for (long i = 0; i < count; i += ROWS) {
+            const long rows = std::min(count - i, ROWS), end = P + (s.causal ? begin + i + rows : length);
             product<false>(rows, grads + (begin + i) * E, E, 1, value_columns, row, scores + i * row, row, whole(end), s.E);
             for (long r = i; r < i + rows; ++r) {
               float *w = weights + r * row, *g = scores + r * row;
@@ -238,8 +243,8 @@ static void attend_grad(const T* grad, const T* q, const T* k, const T* v, T* gr
             product<false>(rows, scores + i * row, row, 1, keys, D, sum_q + (begin + i) * D, D, D, end);
           }
           const auto sum_keys = [&](long key, long end, long shift) {  // the queries from j - shift on see key j
-            for (long j = key; j < end; j += 4) {
-              const long rows = std::min(end - j, 4L), i = std::max(j - shift, 0L);
+            for (long j = key; j < end; j += ROWS) {
+              const long rows = std::min(end - j, ROWS), i = std::max(j - shift, 0L);
               product<true>(rows, weights + i * row + j, 1, row, grads + (begin + i) * E, E, sum_v + j * E, E, E, count - i);
               product<true>(rows, scores + i * row + j, 1, row, queries + (begin + i) * D, D, sum_k + j * D, D, D, count - i);
             }
