@@ -41,7 +41,8 @@ WAITS = {
     "update_actor/forward_backward": MOE_LAYERS + 2,  # one micro-batch
     "update_actor/optimizer_step": 1,  # the gradient norm
 }
-CHANGES = ("trainer.save_freq=-1", "data.val_max_samples=4")
+EAGER = "actor_rollout_ref.rollout.enforce_eager=True"  # each launch is counted
+CHANGES = ("trainer.save_freq=-1", "data.val_max_samples=4", EAGER)
 PROFILED = (
     "actor_rollout_ref.actor.profiler.enable=True",
     "actor_rollout_ref.actor.profiler.ranks=[1]",

@@ -140,14 +140,12 @@ static SpanOf<T> span_of(const Pages<T>& cache, const Run& run, long item, long 
   return found;
 }
 
-template <class M>
-using Span = std::conditional_t<by_row<M>, TileSpan, VectorSpan<M>>;
-
-template <class M>
+// S: TileSpan or a VectorSpan.
+template <class M, class S>
 static void mla_attention(Batch<const typename M::T> q_latent, Batch<const typename M::T> q_rope, long queries,
                           long heads, Pages<typename M::T> cache, float scale, Batch<typename M::T> out) {
   typedef typename M::T T;
-  constexpr long QUERIES = Span<M>::QUERIES, TILES = Span<M>::TILES;
+  constexpr long QUERIES = S::QUERIES, TILES = S::TILES;
   const long size = cache.latent + cache.rope, groups = (heads + QUERIES - 1) / QUERIES;
   const long per_tile = TILES > 1 ? std::max(1L, QUERIES / heads) : 1;
   enum { ROWS, RUNS, PARTIALS, FACTORS, QUEUE };
@@ -165,7 +163,7 @@ static void mla_attention(Batch<const typename M::T> q_latent, Batch<const typen
 #pragma omp parallel
   {
     Scope<M> scope;
-    Span<M>& span = thread_local_object<Span<M>>();
+    S& span = thread_local_object<S>();
     constexpr long MOST_ROWS = SPAN * (1 + MOST_SEQUENCES);
     const T** rows = thread_local_object<Buffer, ROWS>().template get<const T*>(2 * MOST_ROWS);
     SpanOf<T> now, following;
@@ -182,7 +180,7 @@ static void mla_attention(Batch<const typename M::T> q_latent, Batch<const typen
       const Run& of = *now.run;
       const long head = now.group * QUERIES, num_heads = std::min(QUERIES, heads - head);
       const long tiles = (now.queries + per_tile - 1) / per_tile;
-      typename Span<M>::Fetched prefetcher;  // empty for queries of one sequence: the rows are in the cache
+      typename S::Fetched prefetcher;  // empty for queries of one sequence: the rows are in the cache
       if (following.run && following.rows[0] != now.rows[0]) prefetcher = {following.rows, following.num_rows, size};
       T* to[TILES][QUERIES];  // null where a context has several spans
       float* partial[TILES][QUERIES];

@@ -245,5 +245,5 @@ class TileSpan {
   Steps tile_steps_[TILES];
 };
 #else
-typedef VectorSpan<Dot> TileSpan;
+typedef VectorSpan<Dot, 8> TileSpan;
 #endif

@@ -1,11 +1,12 @@
-// Attention of eight heads to a span of the context by vectors: a register holds two tokens' scores, then columns of latents.
+// Attention of a few heads to a span of the context by vectors: a register holds some tokens' scores, then columns of latents.
 #pragma once
 #include <cmath>
 
 #include "linear.h"
 
 constexpr long SPAN = 512;  // tokens; a multiple of a tile
-constexpr long EIGHT = 8;   // heads
+template <int HEADS>  // 4 or 8, of which a register holds so many tokens' scores
+constexpr int TOKENS = LANES / HEADS;
 
 // Tokens of one sequence after those that all sequences share: rows [at, at + count), padded to whole steps.
 struct Own {
@@ -31,69 +32,78 @@ constexpr long STEP = sizeof(typename M::T) == 2 ? 2 * LANES : LANES;
 template <class M>
 constexpr long STEP_WORDS = is_split<M> ? 2 * LANES : LANES;
 
-// Computes scores[token][8] of 8 heads and `count` tokens; queries are words [8][steps][STEP_WORDS], padded with zeros.
-template <class M>
+// Computes scores[token][HEADS] of `count` tokens; queries are words [HEADS][steps][STEP_WORDS], padded with zeros.
+template <class M, int HEADS>
 static void score_tokens(const float* q, const typename M::T* const* rows, long count, long size, float scale,
                          float* scores) {
   constexpr long step = STEP<M>;
   const long whole = size / step, stride = (size + step - 1) / step * STEP_WORDS<M>;
-  for (long s = 0; s < count; s += 2) {
-    const typename M::T *first = rows[s], *second = rows[std::min(s + 1, count - 1)];
-    const typename M::T *third = rows[std::min(s + 2, count - 1)], *fourth = rows[std::min(s + 3, count - 1)];
-    vf sums[2 * EIGHT] = {};
-    auto add = [&](const float* words, vf a, vf b) {
+  for (long s = 0; s < count; s += TOKENS<HEADS>) {
+    const typename M::T *now[TOKENS<HEADS>], *next[TOKENS<HEADS>];
+#pragma GCC unroll 4
+    for (int t = 0; t < TOKENS<HEADS>; ++t) {
+      now[t] = rows[std::min(s + t, count - 1)];
+      next[t] = rows[std::min(s + TOKENS<HEADS> + t, count - 1)];
+    }
+    vf sums[LANES] = {};
+    auto add = [&](const float* words, const vf* keys) {
 #pragma GCC unroll 8
-      for (int h = 0; h < EIGHT; ++h) {
-        vf query = load(words + h * stride);
-        sums[h] = multiply_add<M>(sums[h], query, a);
-        sums[EIGHT + h] = multiply_add<M>(sums[EIGHT + h], query, b);
+      for (int h = 0; h < HEADS; ++h) {
+        const vf query = load(words + h * stride);
+#pragma GCC unroll 4
+        for (int t = 0; t < TOKENS<HEADS>; ++t) sums[t * HEADS + h] = multiply_add<M>(sums[t * HEADS + h], query, keys[t]);
       }
     };
     auto add_step = [&](long i, long left) {
       const float* words = q + i * STEP_WORDS<M>;
-      if constexpr (is_split<M>) {
-        vf a[2], b[2];
-        load_columns_n(first + i * step, left, a[0], a[1]);
-        load_columns_n(second + i * step, left, b[0], b[1]);
-        add(words, a[0], b[0]);
-        add(words + LANES, a[1], b[1]);
-      } else {
-        add(words, load_words<M>(first + i * step, left), load_words<M>(second + i * step, left));
+      vf first[TOKENS<HEADS>], second[TOKENS<HEADS>];
+#pragma GCC unroll 4
+      for (int t = 0; t < TOKENS<HEADS>; ++t) {
+        if constexpr (is_split<M>)
+          load_columns_n(now[t] + i * step, left, first[t], second[t]);
+        else
+          first[t] = load_words<M>(now[t] + i * step, left);
       }
+      add(words, first);
+      if constexpr (is_split<M>) add(words + LANES, second);
     };
     for (long i = 0; i < whole; ++i) {
-      __builtin_prefetch(third + i * step);
-      __builtin_prefetch(fourth + i * step);
+#pragma GCC unroll 4
+      for (int t = 0; t < TOKENS<HEADS>; ++t) __builtin_prefetch(next[t] + i * step);
       add_step(i, step);
     }
     if (whole * step < size) add_step(whole, size - whole * step);
-    store(scores + s * EIGHT, row_sums(sums) * scale);
+    store(scores + s * HEADS, row_sums(sums) * scale);
   }
 }
 
-// Turns scores[token][8] into unnormalised weights; lanes 0-7 of peak and total are the heads.
+// Turns scores[token][HEADS] into unnormalised weights; the first lanes of peak and total are the heads.
+template <int HEADS>
 static void softmax_span(float* scores, long count, vf& peak, vf& total) {
-  auto fold = [](vf v) { return LANES_OF(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7); };
-  if (count % 2)
-    for (long h = 0; h < EIGHT; ++h) scores[count * EIGHT + h] = -INFINITY;
-  const long vectors = (count + 1) / 2;
+  auto over_tokens = [](vf v, auto join) {
+    v = join(v, LANES_OF(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+    if constexpr (HEADS == 4) v = join(v, LANES_OF(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+    return v;
+  };
+  const long vectors = (count + TOKENS<HEADS> - 1) / TOKENS<HEADS>;
+  for (long i = count * HEADS; i < vectors * LANES; ++i) scores[i] = -INFINITY;
   peak = splat(-INFINITY), total = vf{};
   for (long i = 0; i < vectors; ++i) peak = maximum(peak, load(scores + i * LANES));
-  peak = maximum(peak, fold(peak));
+  peak = over_tokens(peak, [](vf a, vf b) { return maximum(a, b); });
   for (long i = 0; i < vectors; ++i) {
     vf weight = exp(load(scores + i * LANES) - peak);
     total += weight;
     store(scores + i * LANES, weight);
   }
-  total += fold(total);
+  total = over_tokens(total, [](vf a, vf b) { return a + b; });
 }
 
-// out[8][32 columns] = weights[token][8] times the rows' columns
-template <class M, bool IS_WHOLE>
+// sums[HEADS][32 columns] = weights[token][HEADS] times the rows' columns
+template <class M, int HEADS, bool IS_WHOLE>
 static void weigh_columns(const float* weights, const typename M::T* const* rows, long count, long first, long columns,
                           vf (*sums)[2]) {
   typedef typename M::T T;
-  for (int h = 0; h < EIGHT; ++h) sums[h][0] = sums[h][1] = vf{};
+  for (int h = 0; h < HEADS; ++h) sums[h][0] = sums[h][1] = vf{};
   for (long s = 0; s < count; s += M::is_dot ? 2 : 1) {
     vf low, high;
     const T* row = rows[s] + first;
@@ -105,33 +115,37 @@ static void weigh_columns(const float* weights, const typename M::T* const* rows
     } else {
       load_columns_n(row, IS_WHOLE ? PANEL : columns, low, high);
     }
-    const float* weight = weights + s / (M::is_dot ? 2 : 1) * EIGHT;
+    const float* weight = weights + s / (M::is_dot ? 2 : 1) * HEADS;
 #pragma GCC unroll 8
-    for (int h = 0; h < EIGHT; ++h) {
+    for (int h = 0; h < HEADS; ++h) {
       vf w = splat(weight[h]);
       sums[h][0] = multiply_add<M>(sums[h][0], w, low);
       sums[h][1] = multiply_add<M>(sums[h][1], w, high);
     }
   }
-  for (int h = 0; h < EIGHT; ++h) in_order<M>(sums[h][0], sums[h][1]);
+  for (int h = 0; h < HEADS; ++h) in_order<M>(sums[h][0], sums[h][1]);
 }
 
-// Rounds the weights to bfloat16 pairs in place: [token][8] floats to [pair][8] words.
+// Rounds the weights to bfloat16 pairs in place: [token][HEADS] floats to [pair][HEADS] words.
+template <int HEADS>
 static void pair_weights(float* weights, long count) {
-  for (long i = 0; i < (count + 1) / 2; ++i) {
-    vh halves = narrow(load(weights + i * LANES));
-    uint32_t words[EIGHT];
-    for (int h = 0; h < EIGHT; ++h) words[h] = halves[h] | (uint32_t)halves[EIGHT + h] << 16;
-    std::memcpy(weights + i * EIGHT, words, sizeof(words));
+  for (long i = 0; i < (count + TOKENS<HEADS> - 1) / TOKENS<HEADS>; ++i) {
+    const vh halves = narrow(load(weights + i * LANES));
+    uint32_t words[LANES / 2];
+    for (int w = 0; w < LANES / 2; ++w) {
+      const int first = w / HEADS * 2 * HEADS + w % HEADS;
+      words[w] = halves[first] | (uint32_t)halves[first + HEADS] << 16;
+    }
+    std::memcpy(weights + i * (LANES / 2), words, sizeof(words));
   }
 }
 
-// What one thread does: it sets queries of up to eight heads, then attends to one span after another.
-template <class M>
+// What one thread does: it sets queries of up to HEADS heads, then attends to one span after another.
+template <class M, int HEADS>
 class VectorSpan {
  public:
   typedef typename M::T T;
-  static constexpr long QUERIES = EIGHT, TILES = 1;
+  static constexpr long QUERIES = HEADS, TILES = 1;
   struct Fetched {  // nothing: the processor prefetches rows as well itself
     Fetched() = default;
     Fetched(const T* const*, long, long) {}
@@ -165,10 +179,10 @@ class VectorSpan {
 
   // Computes the unnormalised weights of the tokens; lane h of peak and total is head h. All heads attend to all tokens.
   void score(long, const Seen<T>& seen, vi, float scale, vf& peak, vf& total, Fetched&) {
-    weights_ = score_buffer_.get((SPAN + 2) * QUERIES), rows_ = seen.rows, count_ = seen.count;
-    score_tokens<M>(queries_, rows_, count_, size_, scale, weights_);
-    softmax_span(weights_, count_, peak, total);
-    if constexpr (M::is_dot) pair_weights(weights_, count_);
+    weights_ = score_buffer_.get((SPAN + TOKENS<HEADS>) * QUERIES), rows_ = seen.rows, count_ = seen.count;
+    score_tokens<M, HEADS>(queries_, rows_, count_, size_, scale, weights_);
+    softmax_span<HEADS>(weights_, count_, peak, total);
+    if constexpr (M::is_dot) pair_weights<HEADS>(weights_, count_);
   }
 
   // Calls take(0, first, columns, sums) for every 32 columns of the rows: sums[head] = weights times columns
@@ -179,9 +193,9 @@ class VectorSpan {
       const long columns = std::min(PANEL, latent - first);
       vf sums[QUERIES][2];
       if (columns == PANEL)
-        weigh_columns<M, true>(weights_, rows_, count_, first, columns, sums);
+        weigh_columns<M, HEADS, true>(weights_, rows_, count_, first, columns, sums);
       else
-        weigh_columns<M, false>(weights_, rows_, count_, first, columns, sums);
+        weigh_columns<M, HEADS, false>(weights_, rows_, count_, first, columns, sums);
       take(0, first, columns, sums);
     }
   }
