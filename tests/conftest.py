@@ -26,12 +26,16 @@ HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let subprocesses import our packages, keep them to one thread, tag them, and fork them with torch imported."""
+    """Let subprocesses import our packages, keep them to one thread, tag them, and fork them with torch imported.
+
+    Triton's kernels are interpreted, which triton reads when it is imported: tests need no GPU.
+    """
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    os.environ.setdefault("TRITON_INTERPRET", "1")
     os.environ.setdefault("RAY_enable_worker_prestart", "0")
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     if not _is_worker(config):

@@ -1,0 +1,133 @@
+"""Attention over packed sequences through torch's flash attention, whole or in blocks of keys.
+
+Flash attention takes half precision alone: other dtypes go through the reference. Heads narrower than the widest of q
+and v get zeros up to it (MLA's values), and that up to a multiple of 8. Tolerance: 1e-2 relative.
+Letters: T tokens, N query heads, M heads of keys and values, D head size.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.ops import reference_attention
+from megatron.core.ops.cuda import flash
+from megatron.core.ops.cuda.flash import Sequences
+from megatron.core.utils import async_h2d
+
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+def core_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, causal: bool = True
+) -> Tensor:
+    """See ``contract.CoreAttention``; backward keeps q, k and v as they came, the output and its log-sum-exp."""
+    if q.dtype not in DTYPES:
+        return reference_attention.core_attention(q, k, v, cu_seqlens, max_seqlen, scale, causal)
+    bounds = async_h2d(cu_seqlens, q.device)
+    sequences = Sequences(bounds, bounds, max_seqlen, max_seqlen)
+    out: Tensor = _Attention.apply(q, k, v, sequences, scale, causal)
+    return out
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float, causal: bool) -> Tensor:
+        out, lse = _attend(q, k, v, sequences, scale, causal)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.arguments = sequences, scale, causal
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *_attend_grad(grad, *ctx.saved_tensors, *ctx.arguments), None, None, None
+
+
+def attention_block(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, scale: float, causal: bool = True
+) -> tuple[Tensor, Tensor]:
+    """See ``contract.AttentionBlock``."""
+    if q.dtype not in DTYPES:
+        return reference_attention.attention_block(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, causal)
+    out, lse = _attend(q, k, v, _sequences(q, k, cu_seqlens_q, cu_seqlens_k), scale, causal)
+    return out, lse.t().contiguous()
+
+
+def attention_block_grad(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    scale: float,
+    causal: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See ``contract.AttentionBlockGrad``."""
+    bounds = cu_seqlens_q, cu_seqlens_k
+    if q.dtype not in DTYPES:
+        return reference_attention.attention_block_grad(grad_out, q, k, v, out, lse, *bounds, scale, causal)
+    return _attend_grad(grad_out, q, k, v, out, lse.t().contiguous(), _sequences(q, k, *bounds), scale, causal)
+
+
+def _sequences(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Sequences:
+    bounds = async_h2d(cu_seqlens_q, q.device), async_h2d(cu_seqlens_k, k.device)
+    return Sequences(*bounds, _longest(cu_seqlens_q, q), _longest(cu_seqlens_k, k))
+
+
+def _longest(cu_seqlens: Tensor, x: Tensor) -> int:
+    """Of bounds on the device nothing is read back: no sequence has more than all tokens."""
+    if cu_seqlens.device == x.device:
+        return len(x)
+    return max(end - start for start, end in pairwise(cu_seqlens.tolist()))
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    width, size = _width(q, v), v.shape[-1]
+    q, k, v = (_padded(x, width) for x in (q, k, v))
+    out, lse = flash.attend(q, k, v, sequences, scale, causal)
+    return out[..., :size].contiguous(), lse
+
+
+def _attend_grad(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    sequences: Sequences,
+    scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    width, size, value_size = _width(q, v), q.shape[-1], v.shape[-1]
+    grad, out = grad.to(q.dtype), out.to(q.dtype)
+    grad, q, k, v, out = (_padded(x, width) for x in (grad, q, k, v, out))
+    grad_q, grad_k, grad_v = flash.attend_grad(grad, q, k, v, out, lse, sequences, scale, causal)
+    return grad_q[..., :size], grad_k[..., :size], grad_v[..., :value_size]
+
+
+def _width(q: Tensor, v: Tensor) -> int:
+    size = max(q.shape[-1], v.shape[-1])
+    width = -(-size // flash.MULTIPLE) * flash.MULTIPLE
+    if width > flash.MAX_SIZE:
+        raise ValueError(
+            f"heads of {size} on CUDA: flash attention takes up to {flash.MAX_SIZE}; "
+            "train with 'megatron.core.ops.reference:reference_ops'"
+        )
+    return width
+
+
+def _padded(x: Tensor, width: int) -> Tensor:
+    """x [T, N, D] with heads of ``width``, rows as the kernel reads them: 16 bytes at a time."""
+    if x.shape[-1] < width:
+        return F.pad(x, (0, width - x.shape[-1]))
+    starts = (*x.stride()[:-1], x.storage_offset())
+    is_aligned = x.stride(-1) == 1 and not any(start % flash.MULTIPLE for start in starts)
+    return x if is_aligned else x.contiguous()
