@@ -18,6 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.core.context_parallel.block import merge
 from megatron.core.ops import TrainOps, reference_ops, resolve
 from megatron.core.ops.cuda import attention, cuda_ops
 from megatron.core.ops.cuda.table import ONLY_ON_GPU
@@ -157,6 +158,25 @@ def test_attention_blocks_and_their_gradients(
         assert flash_calls == [("forward", 6, 10), ("backward", 6, 10)]  # of bounds on the device nothing is read
 
 
+def test_blocks_of_keys_join_to_the_whole(cuda: TrainOps, flash_calls: list) -> None:
+    """As context parallelism has it: the last three queries' own keys, and four keys before them."""
+    q, k, v = (_randn(torch.bfloat16, 3 if size == 9 else 7, 4, size) for size in (9, 8, 6))
+    q = q[..., 1:]
+    grad, bounds = _randn(torch.bfloat16, 3, 4, 6, seed=3), {n: torch.tensor([0, n]).int() for n in (3, 4, 7)}
+    out, lse = cuda.attention_block(q, k[4:], v[4:], bounds[3], bounds[3], 0.3)
+    out = out.float()
+    merge(out, lse, *cuda.attention_block(q, k[:4], v[:4], bounds[3], bounds[4], 0.3, False))
+    want, want_lse = REFERENCE.attention_block(q, k, v, bounds[3], bounds[7], 0.3)
+    _assert_close(out, want.float(), TOLERANCE[torch.bfloat16])
+    _assert_close(lse, want_lse, 1e-5)
+    own = cuda.attention_block_grad(grad, q, k[4:], v[4:], out, lse, bounds[3], bounds[3], 0.3)
+    earlier = cuda.attention_block_grad(grad, q, k[:4], v[:4], out, lse, bounds[3], bounds[4], 0.3, False)
+    found = own[0].float() + earlier[0].float(), *(torch.cat(pair) for pair in zip(earlier[1:], own[1:], strict=True))
+    wanted = REFERENCE.attention_block_grad(grad, q, k, v, want, want_lse, bounds[3], bounds[7], 0.3)
+    for grad_found, grad_wanted in zip(found, wanted, strict=True):
+        _assert_close(grad_found.float(), grad_wanted.float(), 2 * TOLERANCE[torch.bfloat16])
+
+
 def test_bounds_on_the_host_give_the_longest_sequences() -> None:
     """On a device of another kind, where the host's bounds travel and nothing comes back."""
     q = torch.empty(6, 4, 8, device="meta", dtype=torch.bfloat16)
@@ -165,7 +185,7 @@ def test_bounds_on_the_host_give_the_longest_sequences() -> None:
     sequences = attention._sequences(q, k, *bounds)
     assert (sequences.longest_q, sequences.longest_k) == (3, 5)
     assert sequences.bounds_q.device == sequences.bounds_k.device == q.device
-    out, lse = attention.attention_block(q, k, k, *bounds, 0.3)
+    out, lse = attention.FlashAttention().block(q, k, k, *bounds, 0.3)
     assert out.shape == q.shape and lse.shape == (6, 4) and lse.dtype == torch.float32
 
 

@@ -13,6 +13,7 @@ from megatron.core.ops import TrainOps, reference_ops
 from megatron.core.ops.cpu import cpu_ops
 from megatron.core.ops.reference_attention import MAX_SCORES, attention_block, attention_block_grad
 from megatron.core.ops.reference_moe import topk_router
+from tools.plan.train_cuda import cuda_table
 from tools.plan.train_npu import grouped_matmul, kernel, npu_table
 
 
@@ -46,7 +47,7 @@ class Routing:
 def train_ops(device: str, routing: Routing, pads_values: bool = True) -> TrainOps:
     """The table that a run uses on ``device`` (cpu, cuda or npu), with its experts chosen by ``routing``.
 
-    The one of npu keeps the tensors that torch_npu's kernels keep; its results have shapes and no values.
+    Those of cuda and npu keep the tensors that their kernels keep; their results have shapes and no values.
     pads_values: its attention widens values to the keys' head size.
     """
     table = cpu_ops() if device == "cpu" else reference_ops()
@@ -55,6 +56,8 @@ def train_ops(device: str, routing: Routing, pads_values: bool = True) -> TrainO
         table = replace(table, core_attention=_padded_attention, grouped_matmul=grouped_matmul)
     if device == "npu":
         table = npu_table(table, pads_values)
+    elif device == "cuda":
+        table = cuda_table(table)
 
     def route(logits_TE: Tensor, *, topk: int, chosen_TK: Tensor | None = None, **how: Any) -> tuple[Tensor, Tensor]:
         chosen_TK = routing.chosen(logits_TE.shape[0], topk, logits_TE.shape[1])  # also where choices are replayed

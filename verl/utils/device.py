@@ -15,7 +15,11 @@ from verl.trainer.config import TrainerConfig
 from verl.utils.import_utils import load_provider
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
-_TRAIN_OPS = {"cpu": "megatron.core.ops.cpu:cpu_ops", "npu": "mindspeed.ops:train_ops"}
+_TRAIN_OPS = {
+    "cpu": "megatron.core.ops.cpu:cpu_ops",
+    "cuda": "megatron.core.ops.cuda:cuda_ops",
+    "npu": "mindspeed.ops:train_ops",
+}
 _ROLLOUT_OPS = {"cpu": "vllm.ops.cpu:default_ops", "npu": "vllm_ascend.ops:rollout_ops"}
 _GROUP_BACKENDS = {"npu": "mindspeed.core.hccl_buffer:HcclGroups"}
 EXACT_OPS = ("verl.exact_mode.training_ops:exact_ops", "verl.exact_mode.rollout_ops:rollout_ops")
@@ -106,7 +110,7 @@ def ops_providers(trainer: TrainerConfig, device: str) -> tuple[str, str]:
             )
         return EXACT_OPS
     return (
-        trainer.train_ops or _TRAIN_OPS.get(device, "megatron.core.ops.reference:reference_ops"),
+        trainer.train_ops or _TRAIN_OPS[device],
         trainer.rollout_ops or _ROLLOUT_OPS.get(device, "vllm.ops.reference:rollout_ops"),
     )
 

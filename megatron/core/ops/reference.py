@@ -1,4 +1,4 @@
-"""Plain-torch ops: the specification that every device's table must equal. CUDA uses them as they are."""
+"""Plain-torch ops: the specification that every device's table must equal."""
 
 from __future__ import annotations
 

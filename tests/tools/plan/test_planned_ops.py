@@ -2,12 +2,72 @@
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Callable
+
 import pytest
 import torch
 
+from megatron.core.ops import TrainOps
+from megatron.core.ops.cuda import cuda_ops
+from tests.megatron.flash_attention_form import flash_attention_on_cpu
 from tools.plan.ops import Routing, train_ops
 
 TOKENS, HEADS, KEYS, VALUES = 96, 4, 192, 128
+
+
+BOUNDS, COUNTS = torch.tensor([0, 10, TOKENS]).int(), torch.tensor([TOKENS - 1, 0, 1])
+# An entry's call, and the shapes of its inputs with gradients.
+CUDA_CALLS: dict[str, tuple[Callable, list[tuple[int, ...]]]] = {
+    "rms_norm": (lambda ops, x, w: ops.rms_norm(x, w, 1e-6), [(TOKENS, 24), (24,)]),
+    "swiglu": (lambda ops, x: ops.swiglu(x), [(TOKENS, 32)]),
+    "rotary_interleaved": (
+        lambda ops, x: ops.rotary_interleaved(x, *(x.new_empty(TOKENS, 4, dtype=torch.float32) for _ in range(2))),
+        [(TOKENS, 2, 8)],
+    ),
+    "core_attention": (
+        lambda ops, q, k, v: ops.core_attention(q, k, v, BOUNDS, TOKENS, 0.1),
+        [(TOKENS, HEADS, 24), (TOKENS, HEADS, 24), (TOKENS, HEADS, 16)],
+    ),
+    "core_attention of shared heads": (
+        lambda ops, q, k, v: ops.core_attention(q, k, v, BOUNDS, TOKENS, 0.1),
+        [(TOKENS, HEADS, 8), (TOKENS, 2, 8), (TOKENS, 2, 8)],
+    ),
+    "grouped_matmul": (lambda ops, x, w: ops.grouped_matmul(x, w, COUNTS), [(TOKENS, 16), (3, 16, 8)]),
+    "token_permute": (lambda ops, x: ops.token_permute(x, _experts(x))[0], [(TOKENS, 8)]),
+    "token_unpermute": (
+        lambda ops, x, probs: ops.token_unpermute(x, _experts(x).flatten(), probs.float().view(-1, 2)),
+        [(2 * TOKENS, 8), (2 * TOKENS,)],
+    ),
+    "token_unpermute without weights": (
+        lambda ops, x: ops.token_unpermute(x, _experts(x).flatten(), topk=2),
+        [(2 * TOKENS, 8)],
+    ),
+}
+
+
+def _experts(x: torch.Tensor) -> torch.Tensor:
+    return torch.arange(2 * TOKENS, device=x.device).view(-1, 2)
+
+
+def _kept_by(ops: TrainOps, call: Callable, shapes: list[tuple[int, ...]], device: str) -> list[tuple]:
+    """Shape and dtype of every tensor that is kept; and the shapes of the output and the gradients."""
+    leaves = [torch.zeros(shape, dtype=torch.bfloat16, device=device, requires_grad=True) for shape in shapes]
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        out = call(ops, *leaves)
+    grads = torch.autograd.grad(out, leaves, torch.zeros_like(out))
+    return [(tuple(x.shape), x.dtype) for x in (out, *grads, *sorted(kept, key=lambda x: (str(x.dtype), *x.shape)))]
+
+
+@pytest.mark.needs_torch("2.10", "torch.nn.functional.grouped_mm, and flash attention with packed log-sum-exps")
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("entry", CUDA_CALLS)
+def test_planned_entries_of_cuda_keep_what_the_real_ones_keep(entry: str) -> None:
+    call, shapes = CUDA_CALLS[entry]
+    with flash_attention_on_cpu():
+        real = _kept_by(cuda_ops(), call, shapes, "cpu")
+    assert _kept_by(train_ops("cuda", Routing()), call, shapes, "meta") == real
 
 
 def kept_bytes(pads_values: bool) -> int:

@@ -7,6 +7,7 @@ Letters: T tokens, N query heads, M heads of keys and values, D head size.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -16,64 +17,116 @@ from torch import Tensor
 
 from megatron.core.ops import reference_attention
 from megatron.core.ops.cuda import flash
-from megatron.core.ops.cuda.flash import Sequences
+from megatron.core.ops.cuda.flash import Attend, AttendGrad, Sequences
 from megatron.core.utils import async_h2d
 
 DTYPES = (torch.bfloat16, torch.float16)
 
 
-def core_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, causal: bool = True
-) -> Tensor:
-    """See ``contract.CoreAttention``; backward keeps q, k and v as they came, the output and its log-sum-exp."""
-    if q.dtype not in DTYPES:
-        return reference_attention.core_attention(q, k, v, cu_seqlens, max_seqlen, scale, causal)
-    bounds = async_h2d(cu_seqlens, q.device)
-    sequences = Sequences(bounds, bounds, max_seqlen, max_seqlen)
-    out: Tensor = _Attention.apply(q, k, v, sequences, scale, causal)
-    return out
+@dataclass(frozen=True)
+class FlashAttention:
+    """The table's three entries of attention around a pair of kernels."""
+
+    attend: Attend = flash.attend
+    attend_grad: AttendGrad = flash.attend_grad
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, causal: bool = True
+    ) -> Tensor:
+        """See ``contract.CoreAttention``; backward keeps q, k and v as they came, the output and its log-sum-exp."""
+        if q.dtype not in DTYPES:
+            return reference_attention.core_attention(q, k, v, cu_seqlens, max_seqlen, scale, causal)
+        bounds = async_h2d(cu_seqlens, q.device)
+        sequences = Sequences(bounds, bounds, max_seqlen, max_seqlen)
+        out: Tensor = _Attention.apply(q, k, v, self, sequences, scale, causal)
+        return out
+
+    def block(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        scale: float,
+        causal: bool = True,
+    ) -> tuple[Tensor, Tensor]:
+        """See ``contract.AttentionBlock``."""
+        if q.dtype not in DTYPES:
+            return reference_attention.attention_block(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, causal)
+        out, lse_NT = self.forward(q, k, v, _sequences(q, k, cu_seqlens_q, cu_seqlens_k), scale, causal)
+        return out, lse_NT.t().contiguous()
+
+    def block_grad(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        scale: float,
+        causal: bool = True,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See ``contract.AttentionBlockGrad``."""
+        bounds = cu_seqlens_q, cu_seqlens_k
+        if q.dtype not in DTYPES:
+            return reference_attention.attention_block_grad(grad_out, q, k, v, out, lse, *bounds, scale, causal)
+        lse_NT = lse.t().contiguous()
+        return self.backward(grad_out, q, k, v, out, lse_NT, _sequences(q, k, *bounds), scale, causal)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float, causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        """-> out [Tq, N, Dv], log-sum-exp float32 [N, Tq]."""
+        width, size = _width(q, v), v.shape[-1]
+        q, k, v = (_padded(x, width) for x in (q, k, v))
+        out, lse_NT = self.attend(q, k, v, sequences, scale, causal)
+        return out[..., :size].contiguous(), lse_NT
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse_NT: Tensor,
+        sequences: Sequences,
+        scale: float,
+        causal: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """-> gradients of q, k and v."""
+        width, size, value_size = _width(q, v), q.shape[-1], v.shape[-1]
+        grad, out = grad.to(q.dtype), out.to(q.dtype)
+        grad, q, k, v, out = (_padded(x, width) for x in (grad, q, k, v, out))
+        grad_q, grad_k, grad_v = self.attend_grad(grad, q, k, v, out, lse_NT, sequences, scale, causal)
+        return grad_q[..., :size], grad_k[..., :size], grad_v[..., :value_size]
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float, causal: bool) -> Tensor:
-        out, lse = _attend(q, k, v, sequences, scale, causal)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.arguments = sequences, scale, causal
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attention: FlashAttention,
+        sequences: Sequences,
+        scale: float,
+        causal: bool,
+    ) -> Tensor:
+        out, lse_NT = attention.forward(q, k, v, sequences, scale, causal)
+        ctx.save_for_backward(q, k, v, out, lse_NT)
+        ctx.attention, ctx.arguments = attention, (sequences, scale, causal)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *_attend_grad(grad, *ctx.saved_tensors, *ctx.arguments), None, None, None
-
-
-def attention_block(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, scale: float, causal: bool = True
-) -> tuple[Tensor, Tensor]:
-    """See ``contract.AttentionBlock``."""
-    if q.dtype not in DTYPES:
-        return reference_attention.attention_block(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, causal)
-    out, lse = _attend(q, k, v, _sequences(q, k, cu_seqlens_q, cu_seqlens_k), scale, causal)
-    return out, lse.t().contiguous()
-
-
-def attention_block_grad(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    scale: float,
-    causal: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``contract.AttentionBlockGrad``."""
-    bounds = cu_seqlens_q, cu_seqlens_k
-    if q.dtype not in DTYPES:
-        return reference_attention.attention_block_grad(grad_out, q, k, v, out, lse, *bounds, scale, causal)
-    return _attend_grad(grad_out, q, k, v, out, lse.t().contiguous(), _sequences(q, k, *bounds), scale, causal)
+        grads = ctx.attention.backward(grad, *ctx.saved_tensors, *ctx.arguments)
+        return *grads, None, None, None, None
 
 
 def _sequences(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Sequences:
@@ -82,35 +135,10 @@ def _sequences(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor)
 
 
 def _longest(cu_seqlens: Tensor, x: Tensor) -> int:
-    """Of bounds on the device nothing is read back: no sequence has more than all tokens."""
+    """At least the longest sequence's tokens; bounds on the device are not read back, and give all tokens there are."""
     if cu_seqlens.device == x.device:
         return len(x)
     return max(end - start for start, end in pairwise(cu_seqlens.tolist()))
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    width, size = _width(q, v), v.shape[-1]
-    q, k, v = (_padded(x, width) for x in (q, k, v))
-    out, lse = flash.attend(q, k, v, sequences, scale, causal)
-    return out[..., :size].contiguous(), lse
-
-
-def _attend_grad(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    sequences: Sequences,
-    scale: float,
-    causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    width, size, value_size = _width(q, v), q.shape[-1], v.shape[-1]
-    grad, out = grad.to(q.dtype), out.to(q.dtype)
-    grad, q, k, v, out = (_padded(x, width) for x in (grad, q, k, v, out))
-    grad_q, grad_k, grad_v = flash.attend_grad(grad, q, k, v, out, lse, sequences, scale, causal)
-    return grad_q[..., :size], grad_k[..., :size], grad_v[..., :value_size]
 
 
 def _width(q: Tensor, v: Tensor) -> int:

@@ -8,6 +8,7 @@ their arguments and layouts, and the ops themselves are checked where there is a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,8 +29,33 @@ class Sequences:
     longest_k: int
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+class Attend(Protocol):
     """q [Tq, N, D], k and v [Tk, M, D] -> out [Tq, N, D], log-sum-exp float32 [N, Tq]."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float, causal: bool
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class AttendGrad(Protocol):
+    """Gradients of q, k and v, where ``out`` and ``lse`` may be those of more keys than these."""
+
+    def __call__(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        sequences: Sequences,
+        scale: float,
+        causal: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """See ``Attend``."""
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         q,
         k,
@@ -57,7 +83,7 @@ def attend_grad(
     scale: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v; the state of the random numbers is not read without dropout."""
+    """See ``AttendGrad``; the state of the random numbers is not read without dropout."""
     grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
         grad_out,
         q,

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from megatron.core.ops import fused_adamw, reference
 from megatron.core.ops.contract import TrainOps
-from megatron.core.ops.cuda import attention
+from megatron.core.ops.cuda.attention import FlashAttention
 
 # Ops without a CPU form, which tests put a plain-torch form in place of, and what shows them right on a GPU.
 ONLY_ON_GPU = {
@@ -56,14 +56,15 @@ def cuda_ops() -> TrainOps:
         )
     from megatron.core.ops.cuda import experts, rows, vocab  # what imports triton
 
+    attention = FlashAttention()
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     return TrainOps(
         rms_norm=rows.rms_norm,
         swiglu=rows.swiglu,
         rotary_interleaved=rows.rotary_interleaved,
-        core_attention=attention.core_attention,
-        attention_block=attention.attention_block,
-        attention_block_grad=attention.attention_block_grad,
+        core_attention=attention,
+        attention_block=attention.block,
+        attention_block_grad=attention.block_grad,
         matmul=reference.matmul,
         grouped_matmul=experts.grouped_matmul,
         token_permute=experts.token_permute,

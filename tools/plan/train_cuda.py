@@ -1,0 +1,125 @@
+"""The training ops of NVIDIA GPUs as shapes: what `megatron.core.ops.cuda` allocates and keeps around its kernels.
+
+What is plain torch there is used as it is, attention's padding too; float32 attention and products are the
+reference's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.ops import TrainOps
+from megatron.core.ops.cuda.attention import DTYPES, FlashAttention
+from megatron.core.ops.cuda.flash import Sequences
+from megatron.core.ops.fused_adamw import adamw_step
+from megatron.core.ops.reference_moe import expert_order
+from megatron.core.utils import async_h2d
+from tools.plan.train_npu import kernel
+
+
+def cuda_table(table: TrainOps) -> TrainOps:
+    """``table``, whose attention float32 takes, with CUDA's entries."""
+    flash = FlashAttention(_attend, _attend_grad)
+
+    def choose(name: str, native: Any) -> Any:
+        return lambda x, *others, **named: (native if x.dtype in DTYPES else getattr(table, name))(x, *others, **named)
+
+    return replace(
+        table,
+        rms_norm=_rms_norm,
+        swiglu=_swiglu,
+        rotary_interleaved=_rotary,
+        core_attention=choose("core_attention", flash),
+        attention_block=choose("attention_block", flash.block),
+        attention_block_grad=choose("attention_block_grad", flash.block_grad),
+        grouped_matmul=choose("grouped_matmul", _grouped_matmul),
+        token_permute=_token_permute,
+        token_unpermute=_token_unpermute,
+        log_sum_exp=_log_sum_exp,
+        cross_entropy_grad=_cross_entropy_grad,
+        adamw_step=adamw_step,
+    )
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    inverse = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    return kernel(x.new_empty(x.shape), (x, weight, inverse), x, weight)
+
+
+def _swiglu(x: Tensor) -> Tensor:
+    return kernel(x.new_empty(*x.shape[:-1], x.shape[-1] // 2), (x,), x)
+
+
+def _rotary(x_TNR: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return kernel(x_TNR.new_empty(x_TNR.shape), (cos, sin), x_TNR)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+
+
+def _attend_grad(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    sequences: Sequences,
+    scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Flash attention adds up q's gradient in float32, and those of k and v for every query head."""
+    sums_q = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    wide = [x.new_empty(x.shape[0], q.shape[1], x.shape[2]) for x in (k, v) if x.shape[1] != q.shape[1]]
+    grads = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    del sums_q, wide
+    return grads
+
+
+class _GroupedMatmul(torch.autograd.Function):
+    """The product for weights is added to ``main_grad`` where there is one, and autograd carries it on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w, ends)
+        return x.new_empty(x.shape[0], w.shape[2])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, w, _ = ctx.saved_tensors
+        grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        grad_w = torch.empty_like(w) if ctx.needs_input_grad[1] else None
+        if grad_w is not None and getattr(w, "main_grad", None) is not None:
+            w.grad_added_to_main_grad = True
+        return grad_x, grad_w, None
+
+
+def _grouped_matmul(x: Tensor, w: Tensor, tokens_per_expert: Tensor) -> Tensor:
+    ends = async_h2d(tokens_per_expert, x.device).cumsum(0, dtype=torch.int32)
+    out: Tensor = _GroupedMatmul.apply(x, w, ends)
+    return out
+
+
+def _token_permute(tokens_TH: Tensor, indices_TK: Tensor) -> tuple[Tensor, Tensor]:
+    _, row_map = expert_order(indices_TK)
+    return kernel(tokens_TH.new_empty(indices_TK.numel(), tokens_TH.shape[1]), (row_map,), tokens_TH), row_map
+
+
+def _token_unpermute(rows: Tensor, row_map: Tensor, probs_TK: Tensor | None = None, topk: int = 1) -> Tensor:
+    if probs_TK is None:
+        return kernel(rows.new_empty(len(rows) // topk, rows.shape[1]), (row_map,), rows)
+    return kernel(rows.new_empty(len(probs_TK), rows.shape[1]), (rows, row_map, probs_TK), rows, probs_TK)
+
+
+def _log_sum_exp(logits_TV: Tensor, with_mean: bool = False) -> tuple[Tensor, Tensor | None]:
+    lse_T = torch.empty(len(logits_TV), dtype=torch.float32, device=logits_TV.device)
+    return lse_T, torch.empty_like(lse_T) if with_mean else None
+
+
+def _cross_entropy_grad(logits_TV: Tensor, lse_T: Tensor, target_T: Tensor, grad_T: Tensor) -> Tensor:
+    return logits_TV.new_empty(logits_TV.shape)
