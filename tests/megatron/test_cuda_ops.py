@@ -331,6 +331,23 @@ def test_sums_over_logits(cuda: TrainOps, dtype: torch.dtype, shape: tuple[int, 
     _assert_close(got.float(), want, max(TOLERANCE[dtype], 1e-5))
 
 
+class _NoWideLogits(TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            assert not isinstance(x, torch.Tensor) or x.dim() < 2 or x.dtype == torch.bfloat16, "a wide copy of logits"
+        return out
+
+
+def test_no_float32_copy_of_logits_is_made(cuda: TrainOps) -> None:
+    logits, targets = _randn(torch.bfloat16, 3, 50), torch.zeros(3, dtype=torch.int64)
+    with _NoWideLogits():
+        lse, _ = cuda.log_sum_exp(logits, with_mean=True)
+        cuda.cross_entropy_grad(logits, lse, targets, torch.ones(3))
+        with pytest.raises(AssertionError, match="a wide copy"):
+            REFERENCE.log_sum_exp(logits)
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_sums_over_logits_that_are_not_finite(cuda: TrainOps, value: float) -> None:
     logits = torch.randn(3, 40)

@@ -25,4 +25,4 @@ def block_of(size: int, largest: int | None = None) -> int:
 
 def num_warps(size: int) -> int:
     """Warps for a program that keeps a row of ``size`` elements in registers."""
-    return 4 if size <= 2048 else 8 if size <= 8192 else 16
+    return 4 if size <= 2048 else 8 if size <= 4096 else 16

@@ -17,7 +17,7 @@ from megatron.core.ops.cuda.launch import block_of, cdiv, has_dtype, num_warps
 
 MAX_PROGRAMS = 512  # of the norm's gradient, each with a row of float32 sums for the weight
 _PART = 1024  # columns of a SwiGLU program
-_HEADS_SIZE = 4096  # elements of a rotary program
+_HEADS_SIZE = 2048  # elements of a rotary program
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -43,6 +43,6 @@ def cross_entropy_grad(logits_TV: Tensor, lse_T: Tensor, target_T: Tensor, grad_
         block = block_of(vocab, MAX_BLOCK)
         of_tokens = lse_T.contiguous(), target_T.contiguous(), grad_T.contiguous()
         kernels.cross_entropy_grad[(num_tokens, cdiv(vocab, block))](
-            rows, *of_tokens, out_TV, rows.stride(0), vocab, BLOCK=block
+            rows, *of_tokens, out_TV, rows.stride(0), vocab, BLOCK=block, num_warps=8
         )
     return out_TV
