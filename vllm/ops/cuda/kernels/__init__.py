@@ -1,0 +1,22 @@
+"""The Triton kernels; importing them imports triton."""
+
+import triton
+
+from vllm.ops.cuda._compat import allow_loops_over_loaded_bounds
+from vllm.ops.cuda.kernels.decode import decode_attention, merge_splits
+from vllm.ops.cuda.kernels.prefill import prefill_attention
+from vllm.ops.cuda.kernels.rows import norm_rope_write_kv, rms_norm, rope_write_gqa, rotary_interleaved, silu_and_mul
+
+if triton.knobs.runtime.interpret:
+    allow_loops_over_loaded_bounds()
+
+__all__ = [
+    "decode_attention",
+    "merge_splits",
+    "norm_rope_write_kv",
+    "prefill_attention",
+    "rms_norm",
+    "rope_write_gqa",
+    "rotary_interleaved",
+    "silu_and_mul",
+]
