@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="kernels of the CUDA table are written in T
 
 from vllm.ops.contract import DecodeMetadata, HeadNorms, KVCache, PrefillMetadata
 from vllm.ops.cuda.attention import Attention
+from vllm.ops.cuda.experts import ExpertOps
 from vllm.ops.cuda.launch import launch
 from vllm.ops.cuda.rows import RowOps
 from vllm.ops.reference import rollout_ops as reference_ops
@@ -20,7 +21,8 @@ from vllm.ops.reference_attention import mla_decode
 
 assert os.environ["TRITON_INTERPRET"] == "1", "tests/conftest.py sets it before anything imports triton"
 
-pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log2")  # of an empty split: -inf
+# An empty split has the logarithm -inf, and memory that no expert writes holds anything.
+pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|overflow|invalid value) encountered:RuntimeWarning")
 
 FP32, BF16 = torch.float32, torch.bfloat16
 TOLERANCE = {FP32: 1e-5, BF16: 1e-2}
@@ -213,3 +215,42 @@ def test_keys_and_values_are_written_to_their_slots(
         pages.append(cache[0])
     assert_near(*queries)
     assert_near(*pages)
+
+
+@pytest.mark.parametrize("scoring", ["sigmoid", "softmax"])
+@pytest.mark.parametrize(
+    ("experts", "groups", "kept_groups", "top_k"), [(8, 4, 2, 3), (20, 1, 1, 6), (12, 12, 5, 3), (48, 3, 1, 8)]
+)
+@pytest.mark.parametrize("is_normed", [True, False])
+def test_topk_router(experts: int, groups: int, kept_groups: int, top_k: int, is_normed: bool, scoring: str) -> None:
+    """Compares the weights by expert: the order of the choices is free."""
+    logits, bias = torch.randn(6, experts), torch.randn(experts) if scoring == "sigmoid" else None
+    found, expected = (
+        ops.topk_router(logits, bias, top_k, groups, kept_groups, is_normed, 2.5, scoring)
+        for ops in (ExpertOps(launch, ROWS), REFERENCE)
+    )
+    assert found[0].dtype == FP32 and found[1].dtype == torch.int64
+    assert_near(*(torch.zeros_like(logits).scatter(1, ids, weights) for weights, ids in (found, expected)))
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("tokens", "first", "local", "most_choices"),
+    [(9, 0, 7, 100), (9, 2, 3, 100), (9, 7, 4, 100), (1, 0, 7, 100), (9, 1, 5, 7)],
+    ids=["all here", "some elsewhere", "none here", "one token", "few at a time"],
+)
+def test_fused_experts(
+    tokens: int, first: int, local: int, most_choices: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Expert 5 gets no token."""
+    monkeypatch.setattr("vllm.ops.cuda.experts._MOST_CHOICES", most_choices)
+    hidden, width = 24, 16
+    choices = torch.tensor([e for e in range(7) if e != 5])
+    ids = torch.stack([choices[torch.randperm(6)[:3]] for _ in range(tokens)])
+    x, weights = torch.randn(tokens, hidden).to(dtype), torch.rand(tokens, 3)
+    w13 = torch.randn(local, hidden, 2 * width).to(dtype).transpose(1, 2)
+    w2 = torch.randn(local, width, hidden).to(dtype).transpose(1, 2)
+    found = ExpertOps(launch, ROWS).fused_experts(x, w13, w2, weights, ids, first)
+    assert_near(found, REFERENCE.fused_experts(x, w13, w2, weights, ids, first))
+    empty = ExpertOps(launch, ROWS).fused_experts(x[:0], w13, w2, weights[:0], ids[:0], first)
+    assert empty.shape == (0, hidden)

@@ -4,6 +4,7 @@ import triton
 
 from vllm.ops.cuda._compat import allow_loops_over_loaded_bounds
 from vllm.ops.cuda.kernels.decode import decode_attention, merge_splits
+from vllm.ops.cuda.kernels.experts import sum_of_experts, topk_router
 from vllm.ops.cuda.kernels.prefill import prefill_attention
 from vllm.ops.cuda.kernels.rows import norm_rope_write_kv, rms_norm, rope_write_gqa, rotary_interleaved, silu_and_mul
 
@@ -19,4 +20,6 @@ __all__ = [
     "rope_write_gqa",
     "rotary_interleaved",
     "silu_and_mul",
+    "sum_of_experts",
+    "topk_router",
 ]

@@ -1,0 +1,118 @@
+"""The experts of this rank on NVIDIA devices: torch sorts choices by expert and multiplies with
+`torch.nn.functional.grouped_mm`, whose groups end where a tensor on the device says; routing and the weighted sum are
+kernels. Nothing waits for the device, and no shape depends on the routing: rows of other ranks' experts are sorted to
+the end and not multiplied.
+
+Limits: of grouped_mm: rows of x and of the weights are multiples of 16 bytes; in float32 and float16 a CUDA device
+multiplies one expert after the other, after a wait for the host. At most 32,767 experts. Tolerance: 1e-5 (float32),
+1e-2 (bfloat16).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vllm.distributed.parallel_state import GroupCoordinator
+from vllm.ops.cuda.launch import Launch, tile_for
+from vllm.ops.cuda.rows import RowOps
+from vllm.ops.reference_moe import all_to_all_experts
+
+_MOST_CHOICES = 1 << 15  # at a time: each is a row of x and of two products, whoever holds its expert
+
+
+class ExpertOps:
+    """See ``RolloutOps.topk_router``, ``fused_experts`` and ``exchanged_experts``."""
+
+    def __init__(self, launch: Launch, rows: RowOps) -> None:
+        self._launch, self._rows = launch, rows
+
+    def topk_router(
+        self,
+        logits_TE: Tensor,
+        bias_E: Tensor | None,
+        top_k: int,
+        num_groups: int,
+        topk_groups: int,
+        normalize: bool,
+        scaling: float,
+        scoring: str,
+    ) -> tuple[Tensor, Tensor]:
+        assert logits_TE.dtype is torch.float32 and scoring in ("sigmoid", "softmax"), (logits_TE.dtype, scoring)
+        logits_TE = logits_TE.contiguous()
+        tokens, num_experts = logits_TE.shape
+        weights_TK = logits_TE.new_empty(tokens, top_k)
+        ids_TK = logits_TE.new_empty(tokens, top_k, dtype=torch.int64)
+        groups = num_groups if topk_groups < num_groups else 1
+        self._launch(
+            "topk_router",
+            (tokens,),
+            *(logits_TE, logits_TE if bias_E is None else bias_E.contiguous(), weights_TK, ids_TK, float(scaling)),
+            IS_SOFTMAX=scoring == "softmax",
+            HAS_BIAS=bias_E is not None,
+            NORMALIZES=normalize,
+            K=top_k,
+            GROUPS=groups,
+            KEPT_GROUPS=min(topk_groups, groups),
+            E=num_experts // groups,
+            TILE_K=tile_for(top_k),
+            TILE_G=tile_for(groups),
+            TILE_E=tile_for(num_experts // groups),
+            num_warps=1 if num_experts <= 256 else 4,
+        )
+        return weights_TK, ids_TK
+
+    def fused_experts(
+        self,
+        x_TH: Tensor,
+        w13_E2FH: Tensor,
+        w2_EHF: Tensor,
+        weights_TK: Tensor,
+        ids_TK: Tensor,
+        first_expert: int,
+    ) -> Tensor:
+        out_TH = x_TH.new_empty(x_TH.shape)
+        most_tokens = max(1, _MOST_CHOICES // ids_TK.shape[1])
+        for start in range(0, len(x_TH), most_tokens):
+            part = slice(start, start + most_tokens)
+            chosen = weights_TK[part].contiguous(), ids_TK[part] - first_expert
+            self._write_experts(x_TH[part], w13_E2FH, w2_EHF, *chosen, out_TH[part])
+        return out_TH
+
+    def _write_experts(
+        self, x_TH: Tensor, w13_E2FH: Tensor, w2_EHF: Tensor, weights_TK: Tensor, ids_TK: Tensor, out_TH: Tensor
+    ) -> None:
+        """`fused_experts` of a few tokens; ids count from this rank's first expert."""
+        num_experts, (tokens, hidden) = len(w13_E2FH), x_TH.shape
+        is_elsewhere_TK = (ids_TK < 0) | (ids_TK >= num_experts)
+        experts_S = ids_TK.masked_fill(is_elsewhere_TK, num_experts).flatten().to(torch.int16)
+        sorted_S, order_S = experts_S.sort(stable=True)
+        experts_E = torch.arange(num_experts, dtype=torch.int16, device=x_TH.device)
+        ends_E = torch.searchsorted(sorted_S, experts_E, right=True, out_int32=True)
+        place_S = torch.empty_like(order_S)
+        place_S.scatter_(0, order_S, torch.arange(len(order_S), device=x_TH.device))
+        x_SH = x_TH.index_select(0, order_S // ids_TK.shape[1])
+        gate_up_S2F = F.grouped_mm(x_SH, w13_E2FH.transpose(1, 2), offs=ends_E)
+        product_SH = F.grouped_mm(self._rows.silu_and_mul(gate_up_S2F), w2_EHF.transpose(1, 2), offs=ends_E)
+        tile = min(tile_for(hidden), 1024)
+        self._launch(
+            "sum_of_experts",
+            (tokens, -(-hidden // tile)),
+            *(product_SH, place_S, ends_E[-1:], weights_TK, out_TH),
+            K=ids_TK.shape[1],
+            H=hidden,
+            TILE_H=tile,
+        )
+
+    def exchanged_experts(
+        self,
+        x_TH: Tensor,
+        w13_E2FH: Tensor,
+        w2_EHF: Tensor,
+        weights_TK: Tensor,
+        ids_TK: Tensor,
+        num_active: int,
+        group: GroupCoordinator,
+    ) -> Tensor:
+        return all_to_all_experts(x_TH, w13_E2FH, w2_EHF, weights_TK, ids_TK, num_active, group, self.fused_experts)
