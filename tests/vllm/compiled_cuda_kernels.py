@@ -125,10 +125,9 @@ def run_others(ops: RolloutOps, hidden: int, width: int, experts: int, dtype: to
     ops.add_rms_norm(x, ops.rms_norm(x, weight, 1e-6), weight, 1e-6)
     for scoring, bias in (("sigmoid", torch.empty(experts)), ("softmax", None)):
         weights, ids = ops.topk_router(torch.empty(64, experts), bias, 8, 8, 4, True, 2.5, scoring)
-    if dtype is torch.bfloat16:  # grouped_mm has no shapes for others
-        w13 = torch.empty(8, hidden, 2 * width, dtype=dtype).transpose(1, 2)
-        w2 = torch.empty(8, width, hidden, dtype=dtype).transpose(1, 2)
-        ops.fused_experts(x, w13, w2, weights, ids, 0)
+    w13 = torch.empty(8, hidden, 2 * width, dtype=dtype).transpose(1, 2)
+    w2 = torch.empty(8, width, hidden, dtype=dtype).transpose(1, 2)
+    ops.fused_experts(x, w13, w2, weights, ids, 0)
 
 
 def cases() -> Iterator[tuple[str, Callable[[RolloutOps], None]]]:

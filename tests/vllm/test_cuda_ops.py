@@ -233,18 +233,26 @@ def test_topk_router(experts: int, groups: int, kept_groups: int, top_k: int, is
     assert_near(*(torch.zeros_like(logits).scatter(1, ids, weights) for weights, ids in (found, expected)))
 
 
-@DTYPES
+@pytest.mark.parametrize(
+    ("dtype", "hidden", "width"), [(FP32, 24, 16), (BF16, 24, 16), (BF16, 35, 19)], ids=["fp32", "bf16", "odd bf16"]
+)
 @pytest.mark.parametrize(
     ("tokens", "first", "local", "most_choices"),
-    [(9, 0, 7, 100), (9, 2, 3, 100), (9, 7, 4, 100), (1, 0, 7, 100), (9, 1, 5, 7)],
+    [(40, 0, 7, 1000), (9, 2, 3, 100), (9, 7, 4, 100), (1, 0, 7, 100), (9, 1, 5, 7)],
     ids=["all here", "some elsewhere", "none here", "one token", "few at a time"],
 )
 def test_fused_experts(
-    tokens: int, first: int, local: int, most_choices: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    tokens: int,
+    first: int,
+    local: int,
+    most_choices: int,
+    dtype: torch.dtype,
+    hidden: int,
+    width: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Expert 5 gets no token."""
     monkeypatch.setattr("vllm.ops.cuda.experts._MOST_CHOICES", most_choices)
-    hidden, width = 24, 16
     choices = torch.tensor([e for e in range(7) if e != 5])
     ids = torch.stack([choices[torch.randperm(6)[:3]] for _ in range(tokens)])
     x, weights = torch.randn(tokens, hidden).to(dtype), torch.rand(tokens, 3)

@@ -1,11 +1,10 @@
-"""The experts of this rank on NVIDIA devices: torch sorts choices by expert and multiplies with
-`torch.nn.functional.grouped_mm`, whose groups end where a tensor on the device says; routing and the weighted sum are
-kernels. Nothing waits for the device, and no shape depends on the routing: rows of other ranks' experts are sorted to
-the end and not multiplied.
+"""The experts of this rank on NVIDIA devices: torch sorts choices by expert and multiplies bfloat16 with
+`torch.nn.functional.grouped_mm`, whose groups end where a tensor on the device says; routing, the weighted sum and the
+products of other dtypes are kernels. Nothing waits for the device, and no shape depends on the routing: rows of other
+ranks' experts are sorted to the end and not multiplied.
 
-Limits: of grouped_mm: rows of x and of the weights are multiples of 16 bytes; in float32 and float16 a CUDA device
-multiplies one expert after the other, after a wait for the host. At most 32,767 experts. Tolerance: 1e-5 (float32),
-1e-2 (bfloat16).
+Limits: at most 32,767 experts. grouped_mm wants rows of whole 16 bytes; others take the kernel, several times slower
+for many rows. Tolerance: 1e-5 (float32), 1e-2 (bfloat16).
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from vllm.ops.cuda.launch import Launch, tile_for
 from vllm.ops.cuda.rows import RowOps
 from vllm.ops.reference_moe import all_to_all_experts
 
+_GROUPED_MM_STEP = 8  # sizes that are 16 bytes of bfloat16
 _MOST_CHOICES = 1 << 15  # at a time: each is a row of x and of two products, whoever holds its expert
 
 
@@ -93,8 +93,8 @@ class ExpertOps:
         place_S = torch.empty_like(order_S)
         place_S.scatter_(0, order_S, torch.arange(len(order_S), device=x_TH.device))
         x_SH = x_TH.index_select(0, order_S // ids_TK.shape[1])
-        gate_up_S2F = F.grouped_mm(x_SH, w13_E2FH.transpose(1, 2), offs=ends_E)
-        product_SH = F.grouped_mm(self._rows.silu_and_mul(gate_up_S2F), w2_EHF.transpose(1, 2), offs=ends_E)
+        gate_up_S2F = self._grouped_product(x_SH, w13_E2FH, ends_E)
+        product_SH = self._grouped_product(self._rows.silu_and_mul(gate_up_S2F), w2_EHF, ends_E)
         tile = min(tile_for(hidden), 1024)
         self._launch(
             "sum_of_experts",
@@ -104,6 +104,28 @@ class ExpertOps:
             H=hidden,
             TILE_H=tile,
         )
+
+    def _grouped_product(self, x_SI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
+        """[S, O]; rows past the last end are anything."""
+        experts, outputs, inputs = weight_EOI.shape
+        if x_SI.dtype is torch.bfloat16 and inputs % _GROUPED_MM_STEP == 0 and outputs % _GROUPED_MM_STEP == 0:
+            return F.grouped_mm(x_SI, weight_EOI.transpose(1, 2), offs=ends_E)
+        out_SO = x_SI.new_empty(len(x_SI), outputs)
+        is_float32 = x_SI.dtype is torch.float32
+        tile_S, tile_O, tile_I = 16, 32 if is_float32 else 64, 32 if is_float32 else 64
+        self._launch(
+            "grouped_product",
+            (-(-len(x_SI) // tile_S) + experts, -(-outputs // tile_O)),
+            *(x_SI, weight_EOI, *weight_EOI.stride(), ends_E, out_SO),
+            E=experts,
+            O=outputs,
+            I=inputs,
+            TILE_E=tile_for(experts),
+            TILE_S=tile_S,
+            TILE_O=tile_O,
+            TILE_I=tile_I,
+        )
+        return out_SO
 
     def exchanged_experts(
         self,

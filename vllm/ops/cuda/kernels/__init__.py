@@ -5,6 +5,7 @@ import triton
 from vllm.ops.cuda._compat import allow_loops_over_loaded_bounds
 from vllm.ops.cuda.kernels.decode import decode_attention, merge_splits
 from vllm.ops.cuda.kernels.experts import sum_of_experts, topk_router
+from vllm.ops.cuda.kernels.grouped import grouped_product
 from vllm.ops.cuda.kernels.prefill import prefill_attention
 from vllm.ops.cuda.kernels.rows import norm_rope_write_kv, rms_norm, rope_write_gqa, rotary_interleaved, silu_and_mul
 
@@ -13,6 +14,7 @@ if triton.knobs.runtime.interpret:
 
 __all__ = [
     "decode_attention",
+    "grouped_product",
     "merge_splits",
     "norm_rope_write_kv",
     "prefill_attention",
