@@ -129,7 +129,7 @@ class NPUPlatform(Platform):
         return (max_num_seqs,)
 
     def graph_problems(self, config: VllmConfig, ops: RolloutOps) -> list[str]:
-        problems = [*table_problems(ops), capture_problem(config), *self.host_graph_problems()]
+        problems = [*table_problems(config, ops), capture_problem(config), *self.host_graph_problems()]
         return [problem for problem in problems if problem is not None]
 
     def host_graph_problems(self) -> list[str | None]:

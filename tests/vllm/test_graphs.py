@@ -217,7 +217,7 @@ def test_what_cannot_be_captured_is_refused_before_anything_is_built(path: str) 
     with pytest.raises(ValueError, match="expert_exchange=dispatch sends depends on values"):
         build(path, enforce_eager=False, device="cpu", expert_exchange="dispatch", enable_expert_parallel=True)
     with pytest.raises(ValueError, match="mla_decode, fused_experts, .* of the op table"):
-        build(path, enforce_eager=False, device="cuda")
+        build(path, enforce_eager=False, device="cuda", rollout_ops="vllm.ops.reference:rollout_ops")
     for sizes in ([], [0, 4], [16]):
         with pytest.raises(ValueError, match=r"cudagraph_capture_sizes=.*max_num_seqs=8"):
             build(path, cudagraph_capture_sizes=sizes, **GRAPHS)

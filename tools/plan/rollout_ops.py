@@ -24,6 +24,7 @@ from vllm.ops import reference
 from vllm.ops.contract import KVCache, RolloutOps, SampledTokens, SamplingBatch
 from vllm.ops.cpu.build import has_compiler
 from vllm.ops.cpu.table import best_products, cpu_table
+from vllm.ops.cuda.table import cuda_table
 from vllm.ops.reference_moe import FusedExperts, all_to_all_experts
 from vllm_ascend.ops.exchanged_experts import is_one_call
 
@@ -94,6 +95,8 @@ def rollout_ops(kind: str, spread: Spread, token: int, log: CollectiveLog) -> Ro
         table = npu_ops()
     elif kind == "cpu" and has_compiler():  # nothing is launched: the kernels would read addresses that are not mapped
         table = cpu_table(best_products(), launch=lambda name, *arguments: None)
+    elif kind == "cuda":
+        table = cuda_table(launch=lambda name, grid, *arguments, **options: None)
     else:
         table = reference.rollout_ops()
     given = _Given(kind, table, spread, token, log)

@@ -20,7 +20,11 @@ _TRAIN_OPS = {
     "cuda": "megatron.core.ops.cuda:cuda_ops",
     "npu": "mindspeed.ops:train_ops",
 }
-_ROLLOUT_OPS = {"cpu": "vllm.ops.cpu:default_ops", "npu": "vllm_ascend.ops:rollout_ops"}
+_ROLLOUT_OPS = {
+    "cpu": "vllm.ops.cpu:default_ops",
+    "cuda": "vllm.ops.cuda:rollout_ops",
+    "npu": "vllm_ascend.ops:rollout_ops",
+}
 _GROUP_BACKENDS = {"npu": "mindspeed.core.hccl_buffer:HcclGroups"}
 EXACT_OPS = ("verl.exact_mode.training_ops:exact_ops", "verl.exact_mode.rollout_ops:rollout_ops")
 
@@ -111,7 +115,7 @@ def ops_providers(trainer: TrainerConfig, device: str) -> tuple[str, str]:
         return EXACT_OPS
     return (
         trainer.train_ops or _TRAIN_OPS[device],
-        trainer.rollout_ops or _ROLLOUT_OPS.get(device, "vllm.ops.reference:rollout_ops"),
+        trainer.rollout_ops or _ROLLOUT_OPS[device],
     )
 
 

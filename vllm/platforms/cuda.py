@@ -23,17 +23,18 @@ class CudaGraphPool(GraphPool):
 
     def capture(self, run: Callable[[], Tensor]) -> CapturedGraph:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Other threads (nccl's watchdog, a recipe's heartbeat) go on asking about their own work.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = run()
         return CapturedGraph(output, graph.replay, graph.reset)
 
 
 class CudaPlatform(Platform):
-    """torch.cuda with the reference ops, nccl between processes."""
+    """torch.cuda with Triton kernels, nccl between processes."""
 
     name = "cuda"
     dist_backend = "nccl"
-    rollout_ops = "vllm.ops.reference:rollout_ops"
+    rollout_ops = "vllm.ops.cuda:rollout_ops"
     supported_dtypes = ("float32", "bfloat16", "float16")
 
     def device(self, local_rank: int) -> torch.device:
@@ -59,4 +60,4 @@ class CudaPlatform(Platform):
         return CudaGraphPool()
 
     def graph_problems(self, config: VllmConfig, ops: RolloutOps) -> list[str]:
-        return table_problems(ops)
+        return table_problems(config, ops)

@@ -179,11 +179,17 @@ class Platform(ABC):
         return replace(config, compilation=replace(config.compilation, enforce_eager=bool(reasons)))
 
 
-def table_problems(ops: RolloutOps) -> list[str]:
-    """The `Platform.graph_problems` of a device that captures graphs: the entries that cannot be captured."""
-    if not ops.not_capturable:
-        return []
-    return [
-        f"{', '.join(ops.not_capturable)} of the op table cannot be captured as a graph; set rollout_ops to a table "
-        "written for the device"
-    ]
+def table_problems(config: VllmConfig, ops: RolloutOps) -> list[str]:
+    """The `Platform.graph_problems` of a device that captures graphs: what its steps run and cannot be captured."""
+    entries = [name for name in ops.not_capturable if name != "exchanged_experts"]
+    problems = []
+    if entries:
+        problems.append(
+            f"{', '.join(entries)} of the op table cannot be captured as a graph; set rollout_ops to a table written "
+            "for the device"
+        )
+    parallel = config.parallel
+    is_exchanged = parallel.enable_expert_parallel and parallel.expert_exchange == "dispatch"
+    if is_exchanged and "exchanged_experts" in ops.not_capturable:
+        problems.append("what expert_exchange=dispatch sends depends on values; all_gather can be captured")
+    return problems

@@ -45,8 +45,8 @@ TRAINING = {
     ],
 }
 TP2 = [f"{ROLLOUT}.tensor_model_parallel_size=2"]
-REFERENCE_OPS = "vllm.ops.reference:rollout_ops"  # what a GPU runs
-REFERENCE = [f"trainer.rollout_ops={REFERENCE_OPS}"]
+GPU_OPS = "tests.tools.plan.gpu_ops:rollout_ops"  # what a GPU allocates
+GPU = [f"trainer.rollout_ops={GPU_OPS}"]
 REPLAY = [f"{ROLLOUT}.enable_rollout_routing_replay=True", "actor_rollout_ref.actor.router_replay.mode=R3"]
 # Cases whose parts other cases have.
 SLOW = (
@@ -73,11 +73,11 @@ CASES: dict[str, tuple[int, list[str]]] = {
         4,
         [*TP2, f"{ROLLOUT}.expert_exchange=dispatch", f"{ROLLOUT}.use_sequence_parallel_moe=True"],
     ),
-    "ops of a gpu": (2, REFERENCE),
-    "ops of a gpu, experts by dispatch": (2, [*REFERENCE, f"{ROLLOUT}.expert_exchange=dispatch"]),
+    "ops of a gpu": (2, GPU),
+    "ops of a gpu, experts by dispatch": (2, [*GPU, f"{ROLLOUT}.expert_exchange=dispatch"]),
     "weights in fp8": (2, [*TP2, f"{ROLLOUT}.quantization=fp8"]),
     "experts kept for replay": (2, REPLAY),
-    "ops of a gpu, experts kept for replay": (2, [*REFERENCE, *REPLAY]),
+    "ops of a gpu, experts kept for replay": (2, [*GPU, *REPLAY]),
     "two engines of tp2": (4, [*TP2, f"{ROLLOUT}.data_parallel_size=1"]),
     "two engines of dp2": (4, [f"{ROLLOUT}.data_parallel_size=2", f"{ROLLOUT}.rebalance_interval=2"]),
 }
@@ -202,7 +202,7 @@ def planned_worker(config: PPOTrainerConfig, rank: int) -> Iterator[PlannedWorke
     total_bytes = CpuPlatform().memory(torch.device("cpu")).total_bytes
     with planned_rank(rank, world_size, world_size), PlannedDevice(log, meter, has_host_memory=False) as device:
         platform = PLATFORMS["cpu"](total_bytes, 0, device)
-        kind = "cuda" if config.trainer.rollout_ops == REFERENCE_OPS else "cpu"
+        kind = "cuda" if config.trainer.rollout_ops == GPU_OPS else "cpu"
         worker = PlannedWorker(config, kind, 1.0, platform)
         with log.paused():  # recording a run begins after that, too
             worker.init_model()

@@ -13,7 +13,6 @@ from tools.plan.setup import PlannedRun
 from tools.plan.timing import MicroBatches, RolloutShape
 from tools.plan.world import run_variables
 from verl.trainer.config import PPOTrainerConfig
-from vllm.ops import reference
 from vllm_ascend.ops.exchanged_experts import tokens_of_a_call
 
 MAX_CP = 8
@@ -92,17 +91,18 @@ def rollout_layouts(run: PlannedRun, own: RolloutShape) -> Iterator[RolloutShape
     """Layouts that divide: TP, and replicas that share experts; without expert parallelism each replica is alone."""
     hf, world = run.hf, own.world_size
     rows = run.config.gen_batch_size * run.config.actor_rollout_ref.rollout.n
-    # An op table that cannot be captured as graphs runs without.
-    eager = not own.has_graphs or (KINDS[run.device.family] == "cuda" and bool(reference.rollout_ops().not_capturable))
     for tp in (tp for tp in divisors(world) if joined(tp, run.device)):
         if rows % (world // tp) or hf.num_attention_heads % tp or hf.vocab_size % tp or _indivisible(hf, tp, 1):
             continue
-        shape = replace(own, tp=tp, dp=1, has_expert_parallel=False, has_graphs=not eager)
+        shape = replace(own, tp=tp, dp=1, has_expert_parallel=False)
         if hf.moe_intermediate_size % tp == 0:
             yield shape
         for dp in divisors(world // tp):
             if tp * dp > 1 and hf.n_routed_experts and hf.n_routed_experts % (tp * dp) == 0:
-                yield replace(shape, dp=dp, has_expert_parallel=True)
+                shared = replace(shape, dp=dp, has_expert_parallel=True)
+                yield shared
+                if own.has_graphs and _captures_no_dispatch(run):
+                    yield replace(shared, has_graphs=False)
 
 
 def rollout_settings(run: PlannedRun, shape: RolloutShape) -> list[RolloutKnobs]:
@@ -112,7 +112,8 @@ def rollout_settings(run: PlannedRun, shape: RolloutShape) -> list[RolloutKnobs]
     """
     own = RolloutKnobs.of(run.config)
     exchanges = ["all_gather"]
-    if shape.has_expert_parallel and _can_dispatch(run.hf, run.device, shape):
+    is_captured = shape.has_graphs and _captures_no_dispatch(run)
+    if shape.has_expert_parallel and _can_dispatch(run.hf, run.device, shape) and not is_captured:
         exchanges.append("dispatch")
     if own.expert_exchange in exchanges:
         exchanges.sort(key=lambda name: name != own.expert_exchange)
@@ -126,6 +127,11 @@ def rollout_settings(run: PlannedRun, shape: RolloutShape) -> list[RolloutKnobs]
         for count in tokens
         for exchange in exchanges
     ]
+
+
+def _captures_no_dispatch(run: PlannedRun) -> bool:
+    """Whether graphs and ``expert_exchange=dispatch`` exclude each other."""
+    return KINDS[run.device.family] == "cuda"
 
 
 def divisors(number: int) -> list[int]:
