@@ -12,6 +12,10 @@ import pytest
 
 pytest.importorskip("triton", reason="kernels of the CUDA table are written in Triton, which this environment lacks")
 
+pytestmark = pytest.mark.needs_torch(
+    "2.10", "torch.nn.functional.grouped_mm, without which the CUDA table refuses to start"
+)
+
 PROGRAM = Path(__file__).with_name("compiled_cuda_kernels.py")
 SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10}  # of one program, by the CUDA programming guide
 MOST_SPILLED = 64  # bytes of a thread, in registers that have no room: a few values outside of the loops

@@ -23,12 +23,18 @@ from tests.vllm.tiny import TINY, write_checkpoint
 from vllm import LLM, SamplingParams
 from vllm.config import ParallelConfig
 from vllm.distributed.parallel_state import GroupCoordinator, ParallelState
+from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import ForwardContext
 from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.ops.contract import DecodeMetadata, LogitEdits, SamplingBatch, resolve
 from vllm.ops.cuda import rollout_ops
 from vllm.ops.cuda.table import cuda_table
+from vllm.platforms.cuda import CudaPlatform
 from vllm.transformers_utils.config import load_config
+
+pytestmark = pytest.mark.needs_torch(
+    "2.10", "torch.nn.functional.grouped_mm, without which the CUDA table refuses to start"
+)
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
@@ -114,3 +120,22 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"needs triton, which is not installed; pip install triton==3\.6\.0"):
         rollout_ops()
+
+
+def test_the_table_of_cuda_devices_is_captured_but_for_a_dispatch(tmp_path: Path) -> None:
+    """No device is touched."""
+    path, platform = write_checkpoint(tmp_path), CudaPlatform()
+    exchange: dict[str, Any] = {"enable_expert_parallel": True, "expert_exchange": "dispatch"}
+    plain, dispatching = (
+        EngineArgs(path, skip_tokenizer_init=True, enforce_eager=None, **more).create_engine_config(0, 1)
+        for more in ({}, exchange)
+    )
+    ops, reference = resolve(platform.rollout_ops), resolve("vllm.ops.reference:rollout_ops")
+    assert platform.graph_problems(plain, ops) == []
+    assert platform.with_graphs_decided(plain, ops).compilation.enforce_eager is False
+    (problem,) = platform.graph_problems(dispatching, ops)
+    assert "what expert_exchange=dispatch sends depends on values; all_gather can be captured" in problem
+    assert (
+        len(platform.graph_problems(plain, reference)) == 1
+        and len(platform.graph_problems(dispatching, reference)) == 2
+    )

@@ -1,4 +1,4 @@
-"""The plain-torch op table: the specification of every entry, and what CPU and CUDA run."""
+"""The plain-torch op table: the specification of every entry, and what runs where there are no kernels."""
 
 from __future__ import annotations
 

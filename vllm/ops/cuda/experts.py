@@ -108,7 +108,9 @@ class ExpertOps:
     def _grouped_product(self, x_SI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
         """[S, O]; rows past the last end are anything."""
         experts, outputs, inputs = weight_EOI.shape
-        if x_SI.dtype is torch.bfloat16 and inputs % _GROUPED_MM_STEP == 0 and outputs % _GROUPED_MM_STEP == 0:
+        are_whole_steps = inputs % _GROUPED_MM_STEP == 0 and outputs % _GROUPED_MM_STEP == 0
+        # An older torch only plans with this table: `rollout_ops` refuses it.
+        if x_SI.dtype is torch.bfloat16 and are_whole_steps and hasattr(F, "grouped_mm"):
             return F.grouped_mm(x_SI, weight_EOI.transpose(1, 2), offs=ends_E)
         out_SO = x_SI.new_empty(len(x_SI), outputs)
         is_float32 = x_SI.dtype is torch.float32
