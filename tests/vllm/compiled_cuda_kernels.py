@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from vllm.ops.contract import DecodeMetadata, HeadNorms, PrefillMetadata, RolloutOps
+from vllm.ops.contract import DecodeMetadata, HeadNorms, PrefillMetadata, RolloutOps, SamplingBatch
 from vllm.ops.cuda import kernels
 from vllm.ops.cuda.table import cuda_table
 
@@ -128,6 +128,8 @@ def run_others(ops: RolloutOps, hidden: int, width: int, experts: int, dtype: to
     w13 = torch.empty(8, hidden, 2 * width, dtype=dtype).transpose(1, 2)
     w2 = torch.empty(8, width, hidden, dtype=dtype).transpose(1, 2)
     ops.fused_experts(x, w13, w2, weights, ids, 0)
+    keys = torch.empty(64, 2, dtype=torch.int32), torch.empty(129280, dtype=torch.int32)
+    ops.sample(torch.empty(64, 129280), SamplingBatch(torch.empty(64), *keys, None, None, None, True, True))
 
 
 def cases() -> Iterator[tuple[str, Callable[[RolloutOps], None]]]:

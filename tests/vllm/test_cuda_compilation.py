@@ -21,7 +21,15 @@ SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10}  # of one program, by th
 MOST_SPILLED = 64  # bytes of a thread, in registers that have no room: a few values outside of the loops
 KERNELS = {
     *("decode_attention", "merge_splits", "norm_rope_write_kv", "prefill_attention", "rms_norm", "rope_write_gqa"),
-    *("grouped_product", "rotary_interleaved", "silu_and_mul", "sum_of_experts", "topk_router"),
+    *(
+        "choose_part",
+        "grouped_product",
+        "sample_parts",
+        "rotary_interleaved",
+        "silu_and_mul",
+        "sum_of_experts",
+        "topk_router",
+    ),
 }
 
 

@@ -11,13 +11,14 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="kernels of the CUDA table are written in Triton, which this environment lacks")
 
-from vllm.ops.contract import DecodeMetadata, HeadNorms, KVCache, PrefillMetadata
+from vllm.ops.contract import DecodeMetadata, HeadNorms, KVCache, PrefillMetadata, SamplingBatch
 from vllm.ops.cuda.attention import Attention
 from vllm.ops.cuda.experts import ExpertOps
 from vllm.ops.cuda.launch import launch
 from vllm.ops.cuda.rows import RowOps
 from vllm.ops.reference import rollout_ops as reference_ops
 from vllm.ops.reference_attention import mla_decode
+from vllm.v1.sample.rng import position_keys, splitmix64, vocab_keys
 
 assert os.environ["TRITON_INTERPRET"] == "1", "tests/conftest.py sets it before anything imports triton"
 
@@ -265,3 +266,19 @@ def test_fused_experts(
     assert_near(found, REFERENCE.fused_experts(x, w13, w2, weights, ids, first))
     empty = ExpertOps(launch, ROWS).fused_experts(x[:0], w13, w2, weights[:0], ids[:0], first)
     assert empty.shape == (0, hidden)
+
+
+@pytest.mark.parametrize("size", [1, 160, 5000])
+@pytest.mark.parametrize("temperatures", [(0.0, 1.0, 0.7), (0.0, 0.0, 0.0), (1.0, 1.3, 0.2)])
+def test_plain_draws(temperatures: tuple[float, ...], size: int) -> None:
+    """Parts of a vocabulary whose tokens are all excluded, and several most likely tokens, included."""
+    temperature, num_random = torch.tensor(temperatures).repeat(4), 4 * sum(t > 0 for t in temperatures)
+    logits = torch.randn(12, size) * 3
+    logits[3, :4096] = float("-inf") if size > 4096 else 0.0
+    logits[:, size // 2 :] = logits[:, size // 2 :].clamp(max=2)
+    keys = torch.from_numpy(position_keys(splitmix64(np.arange(12, dtype=np.uint64)), np.arange(12)))
+    vocabulary = torch.from_numpy(vocab_keys(size))
+    batch = SamplingBatch(temperature, keys, vocabulary, None, None, None, num_random < 12, num_random > 0)
+    found, expected = ROWS.sample(logits, batch), REFERENCE.sample(logits, batch)
+    assert torch.equal(found.token_ids_B, expected.token_ids_B)
+    torch.testing.assert_close(found.logprobs_B, expected.logprobs_B, rtol=1e-5, atol=1e-5)

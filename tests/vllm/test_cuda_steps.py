@@ -86,7 +86,13 @@ def test_a_decode_step_and_sampling_wait_for_nothing(name: str, dtype: torch.dty
     attention = {"norm_rope_write_kv", "rotary_interleaved"} if hf.is_mla else {"rope_write_gqa"}
     experts = set() if name == "qwen3 tied" else {"topk_router", "sum_of_experts"}
     experts |= {"grouped_product"} if dtype is FP32 else set()
-    assert launched - {"merge_splits"} == attention | experts | {"rms_norm", "silu_and_mul", "decode_attention"}
+    assert launched - {"merge_splits"} == attention | experts | {
+        "rms_norm",
+        "silu_and_mul",
+        "decode_attention",
+        "sample_parts",
+        "choose_part",
+    }
 
 
 def test_each_way_to_the_host_is_noticed() -> None:

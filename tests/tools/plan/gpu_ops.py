@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+from torch import Tensor
+
 from vllm.ops import reference
-from vllm.ops.contract import RolloutOps
+from vllm.ops.contract import RolloutOps, SampledTokens, SamplingBatch
 from vllm.ops.cuda.table import cuda_table
 
 
 def rollout_ops() -> RolloutOps:
-    """For runs whose course depends on no values but the choices of experts, which are the reference's: Triton's
-    interpreter would take minutes for them.
+    """For runs whose course depends on no values but the choices of experts and tokens: Triton's interpreter would
+    take minutes for them.
     """
     table = cuda_table(launch=lambda name, grid, *arguments, **options: None)
-    return replace(table, topk_router=reference.topk_router)
+
+    def sample(logits_BW: Tensor, batch: SamplingBatch) -> SampledTokens:
+        sampled = table.sample(logits_BW, batch)
+        return replace(sampled, token_ids_B=torch.zeros_like(sampled.token_ids_B))
+
+    return replace(table, topk_router=reference.topk_router, sample=sample)

@@ -1,4 +1,4 @@
-"""Norms, gates, rotary positions and cache writes on NVIDIA devices: one kernel each, one pass over memory.
+"""Norms, gates, rotary positions, cache writes and plain draws on NVIDIA devices: one pass over memory each.
 
 Limits: float32, bfloat16 or float16, one dtype of all tensors but the angles; a row of a norm fits into the registers
 of one program (up to 16,384 channels). Tolerance: 1e-6 (float32), 1e-2 (bfloat16).
@@ -6,12 +6,14 @@ of one program (up to 16,384 channels). Tolerance: 1e-6 (float32), 1e-2 (bfloat1
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from vllm.ops.contract import HeadNorms, KVCache
+from vllm.ops.contract import HeadNorms, KVCache, SampledTokens, SamplingBatch
 from vllm.ops.cuda.launch import Launch, last_contiguous, tile_for
+from vllm.ops.reference_sample import sample as reference_sample
 
-_TILE_ELEMENTS = 2048  # of a program that has several heads
+_TILE_ELEMENTS = 2048  # of a program that has several heads, or a part of a vocabulary
 
 
 class RowOps:
@@ -108,6 +110,22 @@ class RowOps:
             TILE_D=tile_D,
         )
         return q_TND
+
+    def sample(self, logits_BW: Tensor, batch: SamplingBatch) -> SampledTokens:
+        """Draws with limits, edits or reports of other tokens are the reference's: torch's ops, without a wait."""
+        if not batch.is_plain or batch.num_top_logprobs:
+            return reference_sample(logits_BW, batch)
+        logits_BW = logits_BW.contiguous()
+        rows, vocabulary = logits_BW.shape
+        parts = -(-vocabulary // _TILE_ELEMENTS)
+        numbers, tokens = logits_BW.new_empty(rows, parts, 4), logits_BW.new_empty(rows, parts, 2, dtype=torch.int32)
+        keys = batch.keys_B2.contiguous(), batch.vocab_keys_W
+        found, tile = (numbers, tokens), {"W": vocabulary, "TILE_W": _TILE_ELEMENTS}
+        self._launch("sample_parts", (rows, parts), logits_BW, batch.temperature_B, *keys, *found, parts, **tile)
+        tokens_B, logprobs_B = logits_BW.new_empty(rows, dtype=torch.int64), logits_BW.new_empty(rows)
+        results = batch.temperature_B, tokens_B, logprobs_B
+        self._launch("choose_part", (rows,), *found, *results, parts, TILE_PARTS=tile_for(parts))
+        return SampledTokens(tokens_B, logprobs_B)
 
 
 def _warps(channels: int) -> int:

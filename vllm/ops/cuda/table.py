@@ -14,7 +14,7 @@ from vllm.ops.cuda.experts import ExpertOps
 from vllm.ops.cuda.launch import Launch, check_triton, launch
 from vllm.ops.cuda.rows import RowOps
 
-# What is torch's own: cuBLAS, and sampling without a wait for the device.
+# What is torch's own, or partly.
 _TORCH = {
     "new_kv_cache": "reference",
     "new_gqa_cache": "reference",
@@ -22,7 +22,7 @@ _TORCH = {
     "head_linear": "native (torch)",
     "fused_experts": "native (torch's grouped_mm and kernels)",
     "exchanged_experts": "native experts, reference exchange",
-    "sample": "reference (torch, without a wait for the device)",
+    "sample": "native without filters, reference with them",
 }
 
 
@@ -66,6 +66,7 @@ def cuda_table(launch: Launch = launch) -> RolloutOps:
         **native,
         fused_experts=experts.fused_experts,
         exchanged_experts=experts.exchanged_experts,
+        sample=rows.sample,
         implementations=dict.fromkeys(native, "native") | _TORCH,
         not_capturable=("exchanged_experts",),
     )

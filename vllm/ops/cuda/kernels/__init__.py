@@ -8,11 +8,13 @@ from vllm.ops.cuda.kernels.experts import sum_of_experts, topk_router
 from vllm.ops.cuda.kernels.grouped import grouped_product
 from vllm.ops.cuda.kernels.prefill import prefill_attention
 from vllm.ops.cuda.kernels.rows import norm_rope_write_kv, rms_norm, rope_write_gqa, rotary_interleaved, silu_and_mul
+from vllm.ops.cuda.kernels.sample import choose_part, sample_parts
 
 if triton.knobs.runtime.interpret:
     allow_loops_over_loaded_bounds()
 
 __all__ = [
+    "choose_part",
     "decode_attention",
     "grouped_product",
     "merge_splits",
@@ -21,6 +23,7 @@ __all__ = [
     "rms_norm",
     "rope_write_gqa",
     "rotary_interleaved",
+    "sample_parts",
     "silu_and_mul",
     "sum_of_experts",
     "topk_router",
