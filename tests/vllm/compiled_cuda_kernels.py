@@ -43,9 +43,14 @@ class Compiler:
         kernel = getattr(kernels, name)
         constants = {key: value for key, value in options.items() if key not in OPTIONS}
         names = [key for key in kernel.arg_names if key not in constants]
-        signature = {key: _type_of(value) for key, value in zip(names, arguments, strict=True)}
-        aligned = [key for key, value in zip(names, arguments, strict=True) if _is_aligned(value)]
-        key = f"{name} {signature} {aligned} {options}"
+        given, variable = dict(zip(names, arguments, strict=True)), self._variable(kernel)
+        # As triton's launcher does: what is 1 becomes a constant, unless the kernel forbids it.
+        constants |= {
+            key: 1 for key, value in given.items() if type(value) is int and value == 1 and key not in variable
+        }
+        signature = {key: _type_of(value) for key, value in given.items() if key not in constants}
+        aligned = [key for key in signature if key not in variable and _is_aligned(given[key])]
+        key = f"{name} {signature} {aligned} {constants} {options}"
         if key in self._known:
             return
         self._known.add(key)
@@ -59,6 +64,10 @@ class Compiler:
         compiled = triton.compile(source, target=target, options={k: options[k] for k in OPTIONS if k in options})
         report = {"kernel": name, "case": self.case, "shared": compiled.metadata.shared}
         print(json.dumps(report | {"spilled": self._spilled(compiled.asm["ptx"])}), flush=True)
+
+    @staticmethod
+    def _variable(kernel: Any) -> set[str]:
+        return {parameter.name for parameter in kernel.params if parameter.do_not_specialize}
 
     def _spilled(self, ptx: str) -> int:
         name = f"sm_{self.architecture}a" if self.architecture >= 90 else f"sm_{self.architecture}"
@@ -83,7 +92,7 @@ def _is_aligned(value: Any) -> bool:
 
 
 def run_latent(ops: RolloutOps, heads: int, dtype: torch.dtype) -> None:
-    """DeepSeek-V3's attention: 64 sequences of up to 8,192 tokens, and prompts of 4,096."""
+    """DeepSeek-V3's attention: sequences of up to 8,192 tokens, and a prompt of 4,096."""
     latent, rope, nope, value, tokens = 512, 64, 128, 128, 64
     cache = ops.new_kv_cache(1024, 64, latent, rope, dtype, torch.device("meta"), "nd")
     angles = torch.empty(tokens, rope), torch.empty(tokens, rope)
@@ -92,12 +101,12 @@ def run_latent(ops: RolloutOps, heads: int, dtype: torch.dtype) -> None:
     weight, slots = torch.empty(latent, dtype=dtype), torch.empty(tokens, dtype=torch.int64)
     ops.norm_rope_write_kv(cache, kv, weight, 1e-6, *angles, slots)
     q_rope = ops.rotary_interleaved(q[..., nope:], *angles)
-    lens, tables = torch.empty(64, dtype=torch.int32), torch.empty(64, 128, dtype=torch.int32)
+    lens, tables = torch.empty(512, dtype=torch.int32), torch.empty(512, 128, dtype=torch.int32)
     assert ops.mla_decode is not None
-    for batch in (1, 64):
+    for batch in (1, 512):  # in splits and whole
         meta = DecodeMetadata(np.full(batch, 8192), lens[:batch], tables[:batch], 64)
         q_latent = torch.empty(batch, heads, latent, dtype=dtype)
-        ops.mla_decode(q_latent, q_rope[:batch], cache, meta, 0.1)
+        ops.mla_decode(q_latent, q_rope[0].expand(batch, heads, rope), cache, meta, 0.1)
     q = torch.empty(4096, heads, nope + rope, dtype=dtype)
     prompt = PrefillMetadata(np.array([4096]), np.array([4096]), lens[:2], lens[:1], tables[:1], 64)
     kv_b = torch.empty(heads, nope + value, latent, dtype=dtype)

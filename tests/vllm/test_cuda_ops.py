@@ -144,8 +144,9 @@ def test_gqa_prefill(
 def test_mla_prefill(
     block_size: int, lens: list[tuple[int, int]], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Keys and values are expanded for a few sequences at a time."""
+    """A few sequences, or a few tokens in latent space, at a time."""
     monkeypatch.setattr("vllm.ops.cuda.attention._EXPANDED_ELEMENTS", 3000)
+    monkeypatch.setattr("vllm.ops.cuda.attention._LATENT_TOKENS", 15)
     tables, num_blocks = make_tables([total for _, total in lens], block_size)
     cache = random_latents(num_blocks, block_size, 40, 12, dtype)
     q = torch.randn(sum(new for new, _ in lens), 3, 22).to(dtype)

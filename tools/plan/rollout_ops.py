@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hf_formats.config import HFModelConfig
 from tools.plan.collectives import Collective, CollectiveLog
+from tools.plan.launches import launched
 from tools.plan.ops import Routing
 from tools.plan.rollout_npu import kernel_exchanged_experts, npu_ops
 from verl.workers.config import RolloutConfig
@@ -96,7 +97,7 @@ def rollout_ops(kind: str, spread: Spread, token: int, log: CollectiveLog) -> Ro
     elif kind == "cpu" and has_compiler():  # nothing is launched: the kernels would read addresses that are not mapped
         table = cpu_table(best_products(), launch=lambda name, *arguments: None)
     elif kind == "cuda":
-        table = cuda_table(launch=lambda name, grid, *arguments, **options: None)
+        table = cuda_table(launch=lambda name, grid, *arguments, **options: launched())
     else:
         table = reference.rollout_ops()
     given = _Given(kind, table, spread, token, log)

@@ -17,11 +17,13 @@ from torch import Tensor
 
 from vllm.ops.contract import DecodeMetadata, KVCache, PrefillMetadata
 from vllm.ops.cuda.launch import Launch, last_contiguous, num_processors, tile_for
+from vllm.ops.reference import head_linear
 
 _MOST_SPLITS = 64
 _PROGRAMS_OF_A_PROCESSOR = 2  # enough that one waits for memory while another computes
 _TILES_OF_A_SPLIT = 4  # at least: fewer cost more to merge than they save
 _LEAST_TILE = 16  # of a product on tensor cores
+_LATENT_TOKENS = 1024  # that a prefill takes to latent space at a time, where queries are wider than the model's own
 _EXPANDED_ELEMENTS = 1 << 28  # keys and values that a prefill expands at a time: 512 MiB in bfloat16
 
 
@@ -85,9 +87,15 @@ class Attention:
         if "queries" not in meta.scratch:
             meta.scratch["queries"] = _queries(meta)
         tables_TW, visible_T = meta.scratch["queries"]
-        q_latent_TNL = torch.bmm(q_nope_TNP.transpose(0, 1), kv_b_NCL[:, :nope]).transpose(0, 1)
-        attended_TNL = self._decode_latent(q_latent_TNL, q_rope_TNR, cache, tables_TW, visible_T, scale)
-        return torch.bmm(attended_TNL.transpose(0, 1), kv_b_NCL[:, nope:].transpose(1, 2)).transpose(0, 1)
+        w_uk_NPL, w_uv_NLV = kv_b_NCL[:, :nope], kv_b_NCL[:, nope:].transpose(1, 2)
+        parts = []
+        for start in range(0, len(q_nope_TNP), _LATENT_TOKENS):
+            part = slice(start, start + _LATENT_TOKENS)
+            q_latent_TNL = head_linear(q_nope_TNP[part], w_uk_NPL)
+            seen = tables_TW[part], visible_T[part]
+            attended_TNL = self._decode_latent(q_latent_TNL, q_rope_TNR[part], cache, *seen, scale)
+            parts.append(head_linear(attended_TNL, w_uv_NLV))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _decode_latent(
         self, q_latent_BNL: Tensor, q_rope_BNR: Tensor, cache: KVCache, tables_BW: Tensor, lens_B: Tensor, scale: float

@@ -14,7 +14,8 @@ import triton.language as tl
 from vllm.ops.cuda.kernels.arithmetic import LOG2_E, attend, dot, rounded
 
 
-@triton.jit
+# Widths of tables change from step to step: no variant of the kernel for some of them.
+@triton.jit(do_not_specialize=["table_stride", "num_splits"])
 def decode_attention(
     q: tl.tensor,  # [B, N, D]
     q_stride_B: tl.tensor,
@@ -90,7 +91,7 @@ def decode_attention(
         tl.store(log_sums + part, peak_H + tl.log2(sum_H), mask=is_head)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def merge_splits(
     parts: tl.tensor,  # fp32 [rows, splits, D]
     log_sums: tl.tensor,  # fp32 [rows, splits], -inf for an empty split

@@ -12,7 +12,7 @@ import triton.language as tl
 from vllm.ops.cuda.kernels.arithmetic import LOG2_E, attend, dot, rounded
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def prefill_attention(
     q: tl.tensor,  # [T, N, D]
     q_stride_T: tl.tensor,
