@@ -283,3 +283,17 @@ def test_plain_draws(temperatures: tuple[float, ...], size: int) -> None:
     found, expected = ROWS.sample(logits, batch), REFERENCE.sample(logits, batch)
     assert torch.equal(found.token_ids_B, expected.token_ids_B)
     torch.testing.assert_close(found.logprobs_B, expected.logprobs_B, rtol=1e-5, atol=1e-5)
+
+
+@DTYPES
+@pytest.mark.parametrize("heads", [16, pytest.param(128, marks=pytest.mark.slow)])
+def test_mla_decode_of_deepseeks_heads(heads: int, dtype: torch.dtype) -> None:
+    seq_lens = [300, 1, 64]
+    tables, num_blocks = make_tables(seq_lens, 64)
+    cache = random_latents(num_blocks, 64, 512, 64, dtype)
+    q = (torch.randn(3, heads, 576) / 5).to(dtype)
+    found, expected = (
+        attend(q[..., :512], q[..., 512:], cache, decode_metadata(seq_lens, tables, 64), 0.1)
+        for attend in (Attention(launch).mla_decode, mla_decode)
+    )
+    assert_near(found, expected)

@@ -28,6 +28,7 @@ from vllm.forward_context import ForwardContext
 from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.ops.contract import DecodeMetadata, LogitEdits, SamplingBatch, resolve
 from vllm.ops.cuda import rollout_ops
+from vllm.ops.cuda.launch import find_kernel
 from vllm.ops.cuda.table import cuda_table
 from vllm.platforms.cuda import CudaPlatform
 from vllm.transformers_utils.config import load_config
@@ -126,6 +127,12 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"needs triton, which is not installed; pip install triton==3\.6\.0"):
         rollout_ops()
+
+
+def test_a_machine_without_a_device_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.ops.cuda.kernels.is_interpreted", False)
+    with pytest.raises(RuntimeError, match="need an NVIDIA device, and torch finds none; TRITON_INTERPRET=1"):
+        find_kernel.__wrapped__("rms_norm")
 
 
 def test_the_table_of_cuda_devices_is_captured_but_for_a_dispatch(tmp_path: Path) -> None:

@@ -23,13 +23,19 @@ def launch(name: str, grid: tuple[int, ...], *arguments: Any, **options: Any) ->
         options: the kernel's constants, and triton's num_warps and num_stages.
     """
     if 0 not in grid:
-        _kernel(name)[grid](*arguments, **options)
+        find_kernel(name)[grid](*arguments, **options)
 
 
 @cache
-def _kernel(name: str) -> Any:
+def find_kernel(name: str) -> Any:
+    """Return a kernel; RuntimeError where nothing can run it."""
     from vllm.ops.cuda import kernels
 
+    if not torch.cuda.is_available() and not kernels.is_interpreted:
+        raise RuntimeError(
+            "the kernels of vllm.ops.cuda need an NVIDIA device, and torch finds none; TRITON_INTERPRET=1 in the "
+            "environment runs them on a CPU, for tests"
+        )
     return getattr(kernels, name)
 
 

@@ -10,13 +10,16 @@ from vllm.ops.cuda.kernels.prefill import prefill_attention
 from vllm.ops.cuda.kernels.rows import norm_rope_write_kv, rms_norm, rope_write_gqa, rotary_interleaved, silu_and_mul
 from vllm.ops.cuda.kernels.sample import choose_part, sample_parts
 
-if triton.knobs.runtime.interpret:
+is_interpreted: bool = triton.knobs.runtime.interpret
+
+if is_interpreted:
     allow_loops_over_loaded_bounds()
 
 __all__ = [
     "choose_part",
     "decode_attention",
     "grouped_product",
+    "is_interpreted",
     "merge_splits",
     "norm_rope_write_kv",
     "prefill_attention",
