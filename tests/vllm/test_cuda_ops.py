@@ -11,6 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="kernels of the CUDA table are written in Triton, which this environment lacks")
 
+from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.ops.contract import DecodeMetadata, HeadNorms, KVCache, PrefillMetadata, SamplingBatch
 from vllm.ops.cuda.attention import Attention
 from vllm.ops.cuda.experts import ExpertOps
@@ -295,5 +296,18 @@ def test_mla_decode_of_deepseeks_heads(heads: int, dtype: torch.dtype) -> None:
     found, expected = (
         attend(q[..., :512], q[..., 512:], cache, decode_metadata(seq_lens, tables, 64), 0.1)
         for attend in (Attention(launch).mla_decode, mla_decode)
+    )
+    assert_near(found, expected)
+
+
+@DTYPES
+def test_exchanged_experts_of_one_rank(dtype: torch.dtype) -> None:
+    """The last row is padding; between ranks the exchange is the reference's own."""
+    x, weights, ids = torch.randn(5, 24).to(dtype), torch.rand(5, 2), torch.stack([torch.randperm(4)[:2]] * 5)
+    w13 = torch.randn(4, 24, 32).to(dtype).transpose(1, 2)
+    w2 = torch.randn(4, 16, 24).to(dtype).transpose(1, 2)
+    alone = GroupCoordinator(0, 1, None)
+    found, expected = (
+        ops.exchanged_experts(x, w13, w2, weights, ids, 4, alone)[:4] for ops in (ExpertOps(launch, ROWS), REFERENCE)
     )
     assert_near(found, expected)
