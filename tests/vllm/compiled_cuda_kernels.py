@@ -113,11 +113,11 @@ def run_latent(ops: RolloutOps, heads: int, dtype: torch.dtype) -> None:
     ops.mla_prefill(q[..., :nope], torch.empty(4096, heads, rope, dtype=dtype), kv_b, cache, prompt, 0.1)
 
 
-def run_grouped(ops: RolloutOps, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
-    """Qwen3's attention: heads of 128 channels."""
-    cache = ops.new_gqa_cache(1024, 16, kv_heads, 128, dtype, torch.device("meta"))
-    qkv = torch.empty(4096, heads + 2 * kv_heads, 128, dtype=dtype)
-    angles, weight = torch.empty(4096, 128), torch.empty(128, dtype=dtype)
+def run_grouped(ops: RolloutOps, heads: int, kv_heads: int, channels: int, dtype: torch.dtype) -> None:
+    """Attention of Qwen3's kind."""
+    cache = ops.new_gqa_cache(1024, 16, kv_heads, channels, dtype, torch.device("meta"))
+    qkv = torch.empty(4096, heads + 2 * kv_heads, channels, dtype=dtype)
+    angles, weight = torch.empty(4096, channels), torch.empty(channels, dtype=dtype)
     lens, tables = torch.empty(64, dtype=torch.int32), torch.empty(64, 512, dtype=torch.int32)
     slots, norms = torch.empty(4096, dtype=torch.int64), HeadNorms(weight, weight, 1e-6)
     q = ops.rope_write_gqa(cache, qkv, None, norms, angles, angles, slots)
@@ -145,9 +145,9 @@ def cases() -> Iterator[tuple[str, Callable[[RolloutOps], None]]]:
     for dtype in (torch.bfloat16, torch.float32):
         for heads in (16, 128):
             yield f"latent attention of {heads} heads, {dtype}", partial(run_latent, heads=heads, dtype=dtype)
-        for heads, kv_heads in ((32, 8), (4, 4)):
-            run = partial(run_grouped, heads=heads, kv_heads=kv_heads, dtype=dtype)
-            yield f"attention of {heads} heads to {kv_heads}, {dtype}", run
+        for heads, kv_heads, channels in ((32, 8, 128), (4, 4, 128), (8, 2, 256)):
+            run = partial(run_grouped, heads=heads, kv_heads=kv_heads, channels=channels, dtype=dtype)
+            yield f"attention of {heads} heads to {kv_heads} of {channels} channels, {dtype}", run
         yield f"rows and experts, {dtype}", partial(run_others, hidden=7168, width=2048, experts=256, dtype=dtype)
 
 

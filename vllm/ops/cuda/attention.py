@@ -23,6 +23,9 @@ _MOST_SPLITS = 64
 _PROGRAMS_OF_A_PROCESSOR = 2  # enough that one waits for memory while another computes
 _TILES_OF_A_SPLIT = 4  # at least: fewer cost more to merge than they save
 _LEAST_TILE = 16  # of a product on tensor cores
+# Stages of triton's pipeline that have two tiles on their way while one is computed. In pages a tile's addresses wait
+# for the block table, which takes two more.
+_PACKED_STAGES, _PAGED_STAGES = 3, 5
 _LATENT_TOKENS = 1024  # that a prefill takes to latent space at a time, where queries are wider than the model's own
 _EXPANDED_ELEMENTS = 1 << 28  # keys and values that a prefill expands at a time: 512 MiB in bfloat16
 
@@ -148,7 +151,7 @@ class Attention:
             TILE_D=tile_D,
             TILE_R=tile_for(rope or 1, _LEAST_TILE),
             num_warps=8 if is_float32 or tile_H * tile_D > 8192 else 4,
-            num_stages=2,
+            num_stages=_PAGED_STAGES,
         )
         if num_splits > 1:
             self._launch(
@@ -181,7 +184,8 @@ class Attention:
         k_rope = keys if k_rope_SR is None else k_rope_SR
         heads, rope = q_TND.shape[1], 0 if q_rope_TNR is None else q_rope.shape[2]
         most_queries = int(meta.query_lens_host[rows].max())
-        tile_Q = min(tile_for(most_queries, _LEAST_TILE), 32 if is_float32 else 128)
+        tile_D, is_wide = tile_for(q_TND.shape[2], _LEAST_TILE), q_TND.shape[2] > 128
+        tile_Q = min(tile_for(most_queries, _LEAST_TILE), 32 if is_float32 else 64 if is_wide else 128)
         tables = meta.block_tables[rows]
         self._launch(
             "prefill_attention",
@@ -196,12 +200,12 @@ class Attention:
             V=values.shape[2],
             BLOCK_SIZE=meta.block_size if context_starts is None else 0,
             TILE_Q=tile_Q,
-            TILE_S=16 if is_float32 else 64,
-            TILE_D=tile_for(q_TND.shape[2], _LEAST_TILE),
+            TILE_S=16 if is_float32 else 32 if is_wide else 64,
+            TILE_D=tile_D,
             TILE_R=tile_for(rope or 1, _LEAST_TILE),
             TILE_V=tile_for(values.shape[2], _LEAST_TILE),
-            num_warps=8 if is_float32 or tile_Q > 64 else 4,
-            num_stages=2,
+            num_warps=8 if is_float32 or is_wide or tile_Q > 64 else 4,
+            num_stages=_PAGED_STAGES if context_starts is None else _PACKED_STAGES,
         )
 
 
