@@ -11,7 +11,7 @@ import pytest
 from tools.bench import rollout, step
 from tools.bench.models import CHECKPOINTS, Work, decode_work, parsed, prefill_work, read_weights
 from tools.bench.rollout_report import report
-from tools.plan.timing.work import model_work, train_flops_per_token
+from tools.plan.model_work import model_work, train_flops_per_token
 
 TINY = "--threads 1 --num-prompts 4 --prompt-lengths 2 5 --new-tokens 8"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from hf_formats.config import HFModelConfig, parse_hf_config
 from mindspeed_llm.hf_shapes import hf_tensors
-from tools.plan.timing.work import model_work, train_flops_per_token
+from tools.plan.model_work import model_work, train_flops_per_token
 
 ITEM_BYTES = {"bfloat16": 2, "float32": 4}  # by the dtype of a checkpoint
 _PUBLISHED = Path(__file__).parents[1] / "plan" / "models" / "deepseek_v3" / "config.json"

@@ -96,7 +96,8 @@ class CpuPlatform(Platform):
     def graph_problems(self, config: VllmConfig, ops: RolloutOps) -> list[str]:
         parallel = config.parallel
         reasons = []
-        if "mla_decode" in ops.not_capturable:
+        is_interpreted = getattr(ops.mla_decode, "__module__", "").startswith("vllm.ops.cuda")
+        if "mla_decode" in ops.not_capturable or is_interpreted:
             reasons.append("the op table is not that of the CPU kernels (vllm.ops.cpu), which a C++ compiler builds")
         if parallel.enable_expert_parallel and parallel.expert_exchange == "dispatch":
             reasons.append("what expert_exchange=dispatch sends depends on values; all_gather can be captured")

@@ -13,9 +13,9 @@ from megatron.core.ops import reference_ops
 from megatron.core.parallel_layout import ParallelLayout
 from mindspeed_llm.model import build_model
 from tests.tiny_models import CONFIGS
+from tools.plan.model_work import model_work
 from tools.plan.search.weights import rollout_rank, training_stage
 from tools.plan.timing.published import published_model
-from tools.plan.timing.work import model_work
 from tools.plan.world import own_groups, planned_rank
 from vllm.config import ParallelConfig
 from vllm.distributed.parallel_state import GroupCoordinator, ParallelState

@@ -11,6 +11,7 @@ import pytest
 from megatron.core.parallel_layout import ParallelLayout
 from megatron.core.pipeline_parallel.schedule_table import get_schedule_table, rank_order
 from tools.plan.devices import load_device
+from tools.plan.model_work import busiest_rank, model_work, train_flops_per_token
 from tools.plan.timing import load_constants
 from tools.plan.timing.lengths import length_distribution
 from tools.plan.timing.links import Group, Links, layout_group
@@ -18,7 +19,6 @@ from tools.plan.timing.published import PublishedRun, published_model, published
 from tools.plan.timing.rollout import decode_step
 from tools.plan.timing.training import pipeline_seconds
 from tools.plan.timing.transitions import dispatch_seconds, weight_sync_seconds
-from tools.plan.timing.work import busiest_rank, model_work, train_flops_per_token
 
 
 def run_called(name: str) -> PublishedRun:

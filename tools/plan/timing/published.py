@@ -11,8 +11,8 @@ from typing import Any
 from hf_formats.config import HFModelConfig, load_hf_config
 from megatron.core.parallel_layout import ParallelLayout
 from tools.plan.devices import DeviceProfile, load_device
+from tools.plan.model_work import model_work, train_flops_per_token
 from tools.plan.timing.run_shape import Lengths, MicroBatches, RolloutShape, RunShape, TrainShape
-from tools.plan.timing.work import model_work, train_flops_per_token
 
 TABLE = Path(__file__).with_name("published.toml")
 MODELS = Path(__file__).parents[1] / "models"

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from math import ceil, log2
 
 from tools.plan.devices import DeviceProfile
+from tools.plan.model_work import busiest_rank, model_work
 from tools.plan.timing.constants import Rates
 from tools.plan.timing.links import Links, consecutive_group
 from tools.plan.timing.run_shape import DECODE_FEATURES, RunShape
-from tools.plan.timing.work import busiest_rank, model_work
 
 CACHE_BYTES = 2  # bf16
 ACTIVATION_BYTES = 4 << 30  # what a step needs in addition to weights and cache

@@ -18,10 +18,10 @@ from math import ceil
 from hf_formats.config import HFModelConfig
 from megatron.core.parallel_layout import ParallelLayout
 from tools.plan.devices import DeviceProfile
+from tools.plan.model_work import busiest_rank, model_work
 from tools.plan.timing.constants import Rates
 from tools.plan.timing.links import Group, Links, layout_group
 from tools.plan.timing.run_shape import MicroBatches, RunShape
-from tools.plan.timing.work import busiest_rank, model_work
 
 WEIGHT_BYTES = 2  # bf16
 STATE_BYTES = 12  # fp32 master weight and two moments

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from tools.plan.devices import DeviceProfile
+from tools.plan.model_work import model_work
 from tools.plan.timing.constants import Rates
 from tools.plan.timing.rollout import rollout_weights
 from tools.plan.timing.run_shape import RunShape
 from tools.plan.timing.training import STATE_BYTES, WEIGHT_BYTES, owned_parameters, weights_per_rank
-from tools.plan.timing.work import model_work
 
 ID_BYTES = 8  # token ids, masks and positions travel as int64
 FLOAT_BYTES = 4

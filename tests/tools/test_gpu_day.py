@@ -1,0 +1,77 @@
+"""A GPU day at tiny sizes on the CPU: all parts, without the packages that a bare GPU machine lacks."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.nn.functional as F
+
+from tests.pages import ROOT
+from tools.gpu_day.parts import PARTS
+from tools.gpu_day.rows import Row, Rows, line, page, read_rows
+
+# Only torch, triton, transformers, safetensors and numpy are there, with what they need themselves.
+ABSENT = ("ray", "hydra", "omegaconf", "tensordict", "pyarrow", "pytest", "rich", "tensorboard", "fastapi")
+REFUSE = f"""import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {ABSENT!r}:
+            raise ImportError(f"{{name}} is not on a bare GPU machine")
+
+sys.meta_path.insert(0, Refuse())
+"""
+needs_tables = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or not hasattr(F, "grouped_mm"),
+    reason="the CUDA tables need triton and torch.nn.functional.grouped_mm",
+)
+
+
+def run_day(out: Path, blocker: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    blocker.mkdir()
+    (blocker / "sitecustomize.py").write_text(REFUSE, "utf-8")
+    command = [sys.executable, "-m", "tools.gpu_day", "--out", str(out), "--device", "cpu", *arguments]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(blocker), str(ROOT)))}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+
+
+@needs_tables
+@pytest.mark.timeout(300)
+def test_every_part_runs_on_a_cpu_and_what_must_hold_holds(tmp_path: Path) -> None:
+    ended = run_day(tmp_path / "day", tmp_path / "blocker")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found = [Row(**row) for row in json.loads((tmp_path / "day" / "gpu_day.json").read_text("utf-8"))["rows"]]
+    assert [row.part for row in found] == sorted((row.part for row in found), key=list(PARTS).index)
+    assert {row.part for row in found} == set(PARTS)
+    assert all(row.is_well for row in found if row.figure is None), found
+    assert all(row.figure > 0 and row.is_well is None for row in found if row.figure is not None), found
+    text = (tmp_path / "day" / "gpu_day.md").read_text("utf-8")
+    assert all(row.name in text for row in found) and "WRONG" not in text
+
+
+def test_a_day_without_time_begins_nothing_and_says_so(tmp_path: Path) -> None:
+    ended = run_day(tmp_path / "day", tmp_path / "blocker", "--minutes", "0")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-1].startswith(f"{len(PARTS)} rows, 0 wrong")
+    assert (tmp_path / "day" / "gpu_day.md").read_text("utf-8").count("not begun") == len(PARTS)
+
+
+def test_rows_are_kept_one_by_one_and_judged_on_a_gpu_alone(tmp_path: Path) -> None:
+    path = tmp_path / "part.json"
+    rows = Rows(path, "speed", judges=True)
+    assert read_rows(path) == []
+    rows.measured("decode", 0.5, "of the limit", 0.6)
+    rows.measured("prefill", 0.5, "of the peak", 0.4)
+    rows.holds("tokens", False, "3 | 4")
+    assert [row.is_well for row in read_rows(path)] == [False, True, False]
+    assert line(rows.rows[0]) == "WRONG speed: decode: 0.5 of the limit (wanted: 0.6)"
+    assert "| speed | tokens |  | WRONG | 3 / 4 |" in page(rows.rows, ["a GPU"])
+    unjudged = Rows(path, "speed", judges=False)
+    unjudged.measured("decode", 0.5, "of the limit", 0.6)
+    assert read_rows(path) == [Row("speed", "decode", 0.5, "of the limit", 0.6)]

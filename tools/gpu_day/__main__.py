@@ -1,0 +1,87 @@
+"""`python -m tools.gpu_day --out DIR [--minutes 9]`: parity, speed and memory of both engines on this machine's GPU.
+
+It needs no network and no Ray: torch, triton, transformers, safetensors and numpy. Parts run in order of worth, each in
+a process of its own and for a time of its own; what a part has found is kept when its time is up. DIR gets a JSON file
+for each part, ``gpu_day.json`` and ``gpu_day.md``. Without a GPU, or with ``--device cpu``, everything runs at tiny
+sizes on the CPU, kernels in Triton's interpreter, and no figure is judged. Exit status 1: something is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from tools.gpu_day.parts import PARTS, resolved_device
+from tools.gpu_day.rows import Row, line, page, read_rows, save_json, save_text
+
+ROOT = Path(__file__).resolve().parents[2]
+LEAST_S = 5.0  # left of the day, below which no part begins
+
+
+def main() -> int:
+    options = _options()
+    options.out.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + 60 * options.minutes
+    device = resolved_device(options.device)
+    rows: list[Row] = []
+    for name in options.parts:
+        left = end - time.monotonic()
+        if left < LEAST_S:
+            rows.append(Row(name, "not begun", note="the day's time was up (--minutes)"))
+            continue
+        rows += _run(name, device, options.out, min(left, PARTS[name].limit_s))
+    facts = [
+        _device_name(device),
+        f"torch {torch.__version__}, Python {platform.python_version()}",
+        time.strftime("%Y-%m-%d"),
+    ]
+    save_json(options.out / "gpu_day.json", {"facts": facts, "rows": [asdict(row) for row in rows]})
+    save_text(options.out / "gpu_day.md", page(rows, facts))
+    wrong = [row for row in rows if row.is_well is False]
+    print(f"{len(rows)} rows, {len(wrong)} wrong: {options.out / 'gpu_day.md'}")
+    return int(bool(wrong))
+
+
+def _run(name: str, device: str, out: Path, limit_s: float) -> list[Row]:
+    """The rows of one part, and one more where it did not end by itself or well."""
+    path = out / f"{name.replace(' ', '_')}.json"
+    path.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "tools.gpu_day.parts", name, "--out", str(path), "--device", device]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
+    try:
+        status = subprocess.run(command, cwd=ROOT, env=environment, timeout=limit_s).returncode
+        end = None if status == 0 else Row(name, "ended", note=f"exit status {status}, see its output", is_well=False)
+    except subprocess.TimeoutExpired:
+        end = Row(name, "cut off", note=f"after {limit_s:.0f} s; the rows before this one are whole")
+    if end is not None:
+        print(line(end), flush=True)
+    return [*read_rows(path), *([end] if end else [])]
+
+
+def _device_name(device: str) -> str:
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    return "a CPU: tiny sizes, nothing is judged by its time"
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tools.gpu_day", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="directory of the results")
+    parser.add_argument("--minutes", type=float, default=9.0, help="after which no part goes on")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=f"of {', '.join(PARTS)}"
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,176 @@
+"""How near both engines come to what the GPU can do, by limits that are measured right before."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron.core.ops import resolve
+from tools.bench.models import (
+    CHECKPOINTS,
+    ITEM_BYTES,
+    decode_work,
+    deepseek_v3_config,
+    parsed,
+    prefill_work,
+    qwen3_config,
+    random_batch,
+)
+from tools.gpu_day.engines import ROLLOUT_OPS, TRAIN_OPS, Trainer, drawn, new_llm, prompts
+from tools.gpu_day.rows import Rows
+from tools.plan.model_work import model_work, train_flops_per_token
+from vllm import LLM
+from vllm.platforms import resolve_platform
+
+
+class Sizes(NamedTuple):
+    """What is run: models by name, sequences and tokens."""
+
+    models: dict[str, dict[str, Any]]
+    batch: int
+    context: int
+    steps: int  # decode steps
+    small_batch: int  # of the comparison of graphs with eager steps
+    prompts: tuple[int, ...]
+    trained: dict[str, Any]
+    lengths: tuple[int, ...]  # of a training step's sequences
+
+
+_ENDS = {"num_nextn_predict_layers": 0, "eos_token_id": 1}
+_QWEN3_8B = qwen3_config() | {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32}
+# DeepSeek-V3's layers at their true widths, with as many experts as fit beside an H100's other tenants, and Qwen3-8B's.
+_GPU = Sizes(
+    {
+        "MLA": deepseek_v3_config(num_hidden_layers=3, first_k_dense_replace=1, n_routed_experts=64, **_ENDS),
+        "GQA": _QWEN3_8B | {"num_hidden_layers": 12, "tie_word_embeddings": False},
+    },
+    64,
+    1024,
+    32,
+    16,
+    (2048,) * 8,
+    deepseek_v3_config(num_hidden_layers=2, first_k_dense_replace=1, n_routed_experts=16, vocab_size=32768, **_ENDS),
+    (4096, 4096),
+)
+_TINY = Sizes({"MLA": CHECKPOINTS["tiny"]}, 2, 4, 1, 2, (5, 3), CHECKPOINTS["tiny"], (5, 3))
+
+
+class Limits(NamedTuple):
+    """What the device does in a second at best: bytes of memory, and operations of bf16 products."""
+
+    bytes_per_s: float
+    flops_per_s: float
+
+
+def decode(device: str, rows: Rows) -> None:
+    """Decode steps against the time of their bytes, and captured against eager ones."""
+    sizes, limits = _sizes(device), _limits(device, rows)
+    for name, raw in sizes.models.items():
+        step_s = {}
+        for is_eager in (None, True):
+            for batch in sorted({sizes.batch, sizes.small_batch} if is_eager is None else {sizes.small_batch}):
+                step_s[is_eager, batch] = _step_seconds(device, raw, sizes, batch, is_eager)
+        took = step_s[None, sizes.batch]
+        least = decode_work(parsed(raw), ITEM_BYTES["bfloat16"], sizes.batch, sizes.context + sizes.steps / 2)
+        note = f"{1e3 * took:.2f} ms a step, {sizes.batch / took:.0f} tok/s"
+        rows.measured(f"{name}, {sizes.batch} sequences", least.seconds(*limits) / took, "of the limit", 0.6, note)
+        ratio = step_s[True, sizes.small_batch] / step_s[None, sizes.small_batch]
+        rows.measured(f"{name}, {sizes.small_batch} sequences, graphs", ratio, "times eager", 1.5)
+
+
+def prefill(device: str, rows: Rows) -> None:
+    """Whole prompts against the products of their tokens."""
+    sizes, limits = _sizes(device), _limits(device, rows)
+    for name, raw in sizes.models.items():
+        llm = _llm(device, raw, len(sizes.prompts), max(sizes.prompts) + 1, None)
+        took = min(_seconds(device, partial(_generate, llm, raw, sizes.prompts, 1, seed)) for seed in range(3))
+        llm.shutdown()
+        least = prefill_work(parsed(raw), ITEM_BYTES["bfloat16"], list(sizes.prompts))
+        note = f"{sum(sizes.prompts) / took:.0f} tok/s"
+        rows.measured(name, least.flops / took / limits.flops_per_s, "of the tensor cores' peak", 0.4, note)
+
+
+def training(device: str, rows: Rows) -> None:
+    """A packed training step against its products."""
+    sizes, limits = _sizes(device), _limits(device, rows)
+    trainer = Trainer(sizes.trained, resolve(TRAIN_OPS), device, torch.bfloat16)
+    batch = random_batch(list(sizes.lengths), sizes.trained["vocab_size"], 0)
+    took = min(_seconds(device, lambda: trainer.step(batch)) for _ in range(3))
+    work = model_work(parsed(sizes.trained))
+    flops = sum(3 * length * train_flops_per_token(work, (length + 1) / 2) for length in sizes.lengths)
+    note = f"{batch.num_tokens / took:.0f} tok/s, no recompute"
+    if device == "cuda":
+        note += f", at most {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"
+    rows.measured("DeepSeek-V3's layers, bf16", flops / took / limits.flops_per_s, "MFU", 0.4, note)
+
+
+def sleep(device: str, rows: Rows) -> None:
+    """What a sleep frees, by the device's own account, against the engine's report."""
+    sizes, platform = _sizes(device), resolve_platform(device)
+    raw = next(iter(sizes.models.values()))
+    llm = _llm(device, raw, sizes.batch, max(sizes.prompts) + sizes.steps, None)
+    _generate(llm, raw, sizes.prompts[:1], sizes.steps)
+    report = llm.get_memory_report()
+    held = report["weights_bytes"] + report["kv_cache_bytes"]
+    before = platform.memory(torch.device(device)).free_bytes
+    llm.sleep(2)
+    freed = platform.memory(torch.device(device)).free_bytes - before
+    asleep = llm.get_memory_report()
+    llm.shutdown()
+    kept = asleep["weights_bytes"] + asleep["kv_cache_bytes"]
+    rows.holds("by the engine's report", kept <= 0.02 * held, f"{kept} of {held} bytes are kept")
+    if device == "cuda":  # a host has other tenants
+        rows.measured("by the device's account", freed / held, "of weights and cache is free", 0.98)
+
+
+def _sizes(device: str) -> Sizes:
+    return _GPU if device == "cuda" else _TINY
+
+
+def _limits(device: str, rows: Rows) -> Limits:
+    """A large copy's bytes, read and written, and a large product's operations, the best of several."""
+    scale = 1 if device == "cuda" else 32
+    source = torch.ones((1 << 28) // scale**2, device=device)
+    target = torch.empty_like(source)
+    left, right = (torch.randn(8192 // scale, 8192 // scale, device=device, dtype=torch.bfloat16) for _ in range(2))
+    copy_s = min(_seconds(device, lambda: target.copy_(source)) for _ in range(5))
+    product_s = min(_seconds(device, lambda: left @ right) for _ in range(5))
+    limits = Limits(2 * source.nbytes / copy_s, 2 * left.shape[0] ** 3 / product_s)
+    rows.measured("memory", limits.bytes_per_s / 1e9, "GB/s")
+    rows.measured("bf16 products", limits.flops_per_s / 1e12, "TFLOP/s")
+    return limits
+
+
+def _step_seconds(device: str, raw: dict[str, Any], sizes: Sizes, batch: int, is_eager: bool | None) -> float:
+    """Of a decode step: what a generation takes longer for more tokens."""
+    llm = _llm(device, raw, batch, sizes.context + 2 * sizes.steps + 1, is_eager)
+    lengths = (sizes.context,) * batch
+    took = {}
+    for steps in (1, sizes.steps + 1):
+        _generate(llm, raw, lengths, steps)
+        took[steps] = min(_seconds(device, partial(_generate, llm, raw, lengths, steps)) for _ in range(2))
+    llm.shutdown()
+    return (took[sizes.steps + 1] - took[1]) / sizes.steps
+
+
+def _llm(device: str, raw: dict[str, Any], batch: int, longest: int, is_eager: bool | None) -> LLM:
+    blocks = batch * (-(-longest // 16) + 1)
+    arguments = {"max_model_len": longest, "max_num_seqs": batch, "num_gpu_blocks_override": blocks}
+    return new_llm(raw, device, ROLLOUT_OPS, "bfloat16", enforce_eager=is_eager, **arguments)
+
+
+def _generate(llm: LLM, raw: dict[str, Any], lengths: tuple[int, ...], steps: int, seed: int = 0) -> None:
+    llm.generate(prompts(lengths, raw["vocab_size"], seed), drawn(steps), use_tqdm=False)
+
+
+def _seconds(device: str, run: Callable[[], object]) -> float:
+    platform = resolve_platform(device)
+    platform.synchronize()
+    start = time.perf_counter()
+    run()
+    platform.synchronize()
+    return time.perf_counter() - start
