@@ -59,7 +59,7 @@ def test_a_day_without_time_begins_nothing_and_says_so(tmp_path: Path) -> None:
     ended = run_day(tmp_path / "day", tmp_path / "blocker", "--minutes", "0")
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines()[-1].startswith(f"{len(PARTS)} rows, 0 wrong")
-    assert (tmp_path / "day" / "gpu_day.md").read_text("utf-8").count("not begun") == len(PARTS)
+    assert (tmp_path / "day" / "gpu_day.md").read_text("utf-8").count("not started") == len(PARTS)
 
 
 def test_rows_are_kept_one_by_one_and_judged_on_a_gpu_alone(tmp_path: Path) -> None:

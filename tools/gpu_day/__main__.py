@@ -35,7 +35,7 @@ def main() -> int:
     for name in options.parts:
         left = end - time.monotonic()
         if left < LEAST_S:
-            rows.append(Row(name, "not begun", note="the day's time was up (--minutes)"))
+            rows.append(Row(name, "not started", note="the day's time was up (--minutes)"))
             continue
         rows += _run(name, device, options.out, min(left, PARTS[name].limit_s))
     facts = [

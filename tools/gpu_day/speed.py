@@ -146,7 +146,7 @@ def _limits(device: str, rows: Rows) -> Limits:
 
 
 def _step_seconds(device: str, raw: dict[str, Any], sizes: Sizes, batch: int, is_eager: bool | None) -> float:
-    """Of a decode step: what a generation takes longer for more tokens."""
+    """Seconds of a decode step: what a generation takes longer for more tokens."""
     llm = _llm(device, raw, batch, sizes.context + 2 * sizes.steps + 1, is_eager)
     lengths = (sizes.context,) * batch
     took = {}
