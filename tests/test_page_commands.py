@@ -68,6 +68,7 @@ HELD = {
     r"python -m verl\.trainer\.main_ppo.*": "tests/system/test_bad_input.py",
     r"bash tests/.*": f"{NOT_RUN}it runs these tests",
     r"python -m pytest .*": f"{NOT_RUN}these are tests themselves",
+    r"python -m tools\.gpu_day .*": "tests/tools/test_gpu_day.py",
     r"python -m tests\.parallel\.layout_table": "tests/parallel/test_layout_table.py",
     r"(STACK=cann82 )?bash tools/setup_env\.sh.*": "tests/tools/test_setup_env.py",
     r"source .*": f"{NOT_RUN}it changes the shell that calls it; tests/tools/test_setup_env.py makes what it reads",

@@ -126,7 +126,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"needs torch\.nn\.functional\.grouped_mm; install torch 2\.10"):
         rollout_ops()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"needs triton, which is not installed; pip install triton==3\.6\.0"):
+    with pytest.raises(ValueError, match="needs triton, which is not installed: install the one that this torch names"):
         rollout_ops()
 
 

@@ -45,19 +45,19 @@ def rollout_ops(device: str, rows: Rows) -> None:
 
 
 def training_model(device: str, rows: Rows) -> None:
-    """Loss and gradients of a tiny model in fp32, and the loss after some updates."""
+    """Losses of tiny models in fp32, before and after an update."""
     for name, raw in _MODELS.items():
         batch = random_batch([40, 7, 25, 1, 30] if device == "cuda" else [9, 1, 4], raw["vocab_size"], 0)
         ours = Trainer(raw, resolve(TRAIN_OPS), device, torch.float32)
         theirs = Trainer(raw, reference_ops(), "cpu", torch.float32)
         ours.load(theirs)
-        losses, wanted = ([trainer.step(batch) for _ in range(3)] for trainer in (ours, theirs))
+        losses, wanted = ([trainer.step(batch) for _ in range(2)] for trainer in (ours, theirs))
         gap = max(abs(found - other) / abs(other) for found, other in zip(losses, wanted, strict=True))
-        rows.holds(f"{name}: losses of three updates", gap < 1e-3, f"relative difference up to {gap:.1e}")
+        rows.holds(f"{name}: losses of two updates", gap < 1e-3, f"relative difference up to {gap:.1e}")
 
 
 def rollout_models(device: str, rows: Rows) -> None:
-    """Tokens and log-probs of tiny models: as the reference's on a CPU, after a sleep, and captured as eager."""
+    """Tokens and log-probs of tiny models: as the reference's on a CPU, after a sleep, and on a GPU captured as eager."""
     work = ((22, 3, 16, 9), 12) if device == "cuda" else ((5, 3), 3)
     for name, raw in _MODELS.items():
         reference = new_llm(raw, "cpu", "vllm.ops.reference:rollout_ops", "float32", enforce_eager=True)
@@ -69,6 +69,8 @@ def rollout_models(device: str, rows: Rows) -> None:
         llm.wake_up()
         _same_samples(rows, f"{name}: after a sleep", generated(llm, *work), wanted, "float32")
         llm.shutdown()
+        if device == "cpu":  # which captures no interpreted kernel
+            continue
         found = {}
         for enforce_eager in (None, True):
             llm = new_llm(raw, device, ROLLOUT_OPS, "bfloat16", enforce_eager=enforce_eager)

@@ -43,8 +43,8 @@ def check_triton() -> None:
     """Raise a ValueError when triton is not installed."""
     if importlib.util.find_spec("triton") is None:
         raise ValueError(
-            "rollout_ops='vllm.ops.cuda:rollout_ops' needs triton, which is not installed; pip install triton==3.6.0, "
-            "or set rollout_ops='vllm.ops.reference:rollout_ops'"
+            "rollout_ops='vllm.ops.cuda:rollout_ops' needs triton, which is not installed: install the one that this "
+            "torch names (torch for CUDA brings it along), or set rollout_ops='vllm.ops.reference:rollout_ops'"
         )
 
 
