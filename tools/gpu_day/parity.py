@@ -57,7 +57,7 @@ def training_model(device: str, rows: Rows) -> None:
 
 
 def rollout_models(device: str, rows: Rows) -> None:
-    """Tokens and log-probs of tiny models: as the reference's on a CPU, after a sleep, and on a GPU captured as eager."""
+    """Tokens and log-probs of tiny models: as the reference's on a CPU, after a sleep, on a GPU captured as eager."""
     work = ((22, 3, 16, 9), 12) if device == "cuda" else ((5, 3), 3)
     for name, raw in _MODELS.items():
         reference = new_llm(raw, "cpu", "vllm.ops.reference:rollout_ops", "float32", enforce_eager=True)
