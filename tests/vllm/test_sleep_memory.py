@@ -13,6 +13,7 @@ from tests.vllm.test_lifecycle import PARAMS, build
 from tests.vllm.test_parity import as_inputs, make_prompts
 from tests.vllm.tiny import TINY, random_weights, write_checkpoint
 from vllm import LLM
+from vllm.platforms.cpu import CpuPlatform
 
 LARGE = {"vocab_size": 8192, "hidden_size": 512, "moe_intermediate_size": 256, "intermediate_size": 1024}
 MIB = 2**20
@@ -101,3 +102,18 @@ def test_many_cycles_do_not_grow(tmp_path: Path, num_cycles: int) -> None:
     llm.update_weights(weights.items())
     assert num_tensors() <= tensors
     assert sizes[-1] - sizes[2] < num_cycles / 200 * MIB, [size / MIB for size in sizes]
+
+
+def test_free_memory_that_the_allocators_variables_keep_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    platform = CpuPlatform()
+    monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_", raising=False)
+    platform.empty_cache()
+    blocks = [torch.ones(16 << 10) for _ in range(1024)]  # 64 MiB, each too small for a mapping of its own
+    del blocks[:-1]  # the last one holds the end of the heap
+    held = resident()
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", str(2**32))
+    platform.empty_cache()
+    assert held - resident() < 8 * MIB
+    monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_")
+    platform.empty_cache()
+    assert held - resident() > 48 * MIB
