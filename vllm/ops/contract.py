@@ -68,6 +68,14 @@ class PrefillMetadata:
     block_size: int
     scratch: dict[str, Any] = field(default_factory=dict)
 
+    def as_queries(self) -> tuple[Tensor, np.ndarray]:
+        """The block table of each new token, int32 [T, max_blocks], and how many tokens it sees, int64 [T]."""
+        lens = self.query_lens_host
+        starts, before = np.cumsum(lens) - lens, self.seq_lens_host - lens
+        row_T = np.repeat(np.arange(len(lens)), lens)
+        visible_T = (before - starts)[row_T] + np.arange(len(row_T), dtype=np.int64) + 1
+        return self.block_tables.index_select(0, torch.from_numpy(row_T).to(self.block_tables.device)), visible_T
+
 
 @dataclass(frozen=True)
 class HeadNorms:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vllm.ops.cpu import memory
 from vllm.ops.cpu.graph import CpuGraphPool
-from vllm.platforms.interface import DeviceMemory, GraphPool, Platform
+from vllm.platforms.interface import DeviceMemory, GraphPool, Platform, exchange_problems
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -94,13 +94,11 @@ class CpuPlatform(Platform):
         return CpuGraphPool()
 
     def graph_problems(self, config: VllmConfig, ops: RolloutOps) -> list[str]:
-        parallel = config.parallel
         reasons = []
         is_interpreted = getattr(ops.mla_decode, "__module__", "").startswith("vllm.ops.cuda")
         if "mla_decode" in ops.not_capturable or is_interpreted:
             reasons.append("the op table is not that of the CPU kernels (vllm.ops.cpu), which a C++ compiler builds")
-        if parallel.enable_expert_parallel and parallel.expert_exchange == "dispatch":
-            reasons.append("what expert_exchange=dispatch sends depends on values; all_gather can be captured")
+        reasons += exchange_problems(config, ops)
         if config.model.quantization == "fp8":
             reasons.append("weights held in FP8 would be kept dequantised")
         return [f"on a CPU {reason}" for reason in reasons]

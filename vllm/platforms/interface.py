@@ -188,8 +188,13 @@ def table_problems(config: VllmConfig, ops: RolloutOps) -> list[str]:
             f"{', '.join(entries)} of the op table cannot be captured as a graph; set rollout_ops to a table written "
             "for the device"
         )
+    return problems + exchange_problems(config, ops)
+
+
+def exchange_problems(config: VllmConfig, ops: RolloutOps) -> list[str]:
+    """Those of `table_problems` that come from how tokens reach experts of other ranks."""
     parallel = config.parallel
     is_exchanged = parallel.enable_expert_parallel and parallel.expert_exchange == "dispatch"
-    if is_exchanged and "exchanged_experts" in ops.not_capturable:
-        problems.append("what expert_exchange=dispatch sends depends on values; all_gather can be captured")
-    return problems
+    if not is_exchanged or "exchanged_experts" not in ops.not_capturable:
+        return []
+    return ["what expert_exchange=dispatch sends depends on values; all_gather can be captured"]

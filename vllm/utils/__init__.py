@@ -42,3 +42,8 @@ def frozen_gc_heap() -> Iterator[None]:
 def pinned_empty(like: Tensor) -> Tensor:
     """Uninitialised pinned host memory of the shape and dtype of `like`."""
     return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+
+
+def last_contiguous(x: Tensor) -> Tensor:
+    """x, or a copy of it, whose last dimension is contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -6,12 +6,12 @@ Letters: see vllm/ops/contract.py.
 from __future__ import annotations
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from vllm.ops.contract import DecodeMetadata, KVCache, PrefillMetadata
-from vllm.ops.cpu.calls import KernelCalls, last_contiguous
+from vllm.ops.cpu.calls import KernelCalls
 from vllm.ops.cpu.linear import LinearOps
+from vllm.utils import last_contiguous
 
 _PREFILL_TOKENS = 256  # attended to at a time: queries in latent space are wider than the model's own
 
@@ -55,7 +55,7 @@ class LatentAttentionOps:
     ) -> Tensor:
         """Attend in latent space as a decode step does: each token is a query that sees the tokens before it."""
         if "queries" not in meta.scratch:
-            meta.scratch["queries"] = _queries_of(meta)
+            meta.scratch["queries"] = meta.as_queries()
         tables_TW, visible_T = meta.scratch["queries"]
         nope = q_nope_TNP.shape[2]
         w_uk_NPL, w_uv_NLV = kv_b_NCL[:, :nope], kv_b_NCL[:, nope:].transpose(1, 2)
@@ -87,13 +87,3 @@ class LatentAttentionOps:
             "cpu_mla_attention", mode, *q, queries, heads, *cached, latent, q_rope_BNR.shape[2], scale, out_BNL
         )
         return out_BNL
-
-
-def _queries_of(meta: PrefillMetadata) -> tuple[Tensor, np.ndarray]:
-    """Return the block table of each new token, int32 [T, max_blocks], and the number of tokens it sees, int64 [T]."""
-    lens = meta.query_lens_host
-    starts = np.repeat(np.cumsum(lens) - lens, lens)
-    before = np.repeat(meta.seq_lens_host - lens, lens)
-    visible_T = np.ascontiguousarray(before + np.arange(len(starts)) - starts + 1, dtype=np.int64)
-    rows_T = torch.from_numpy(np.repeat(np.arange(len(lens)), lens))
-    return meta.block_tables.index_select(0, rows_T), visible_T

@@ -80,8 +80,3 @@ def _address(memory: Tensor | np.ndarray | None) -> int:
     if memory is None:
         return 0
     return memory.data_ptr() if isinstance(memory, Tensor) else memory.ctypes.data
-
-
-def last_contiguous(x: Tensor) -> Tensor:
-    """x, or a copy of it, whose last dimension is contiguous."""
-    return x if x.stride(-1) == 1 else x.contiguous()

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from vllm.distributed.parallel_state import GroupCoordinator
-from vllm.ops.cpu.calls import KernelCalls, last_contiguous
+from vllm.ops.cpu.calls import KernelCalls
 from vllm.ops.cpu.compressed import CompressedWeight
 from vllm.ops.cpu.panels import PanelWeight
 from vllm.ops.reference_moe import all_to_all_experts
 from vllm.ops.weights import Weight
+from vllm.utils import last_contiguous
 
 
 class ExpertOps:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from vllm.ops.contract import DecodeMetadata, HeadNorms, KVCache, PrefillMetadata
-from vllm.ops.cpu.calls import KernelCalls, last_contiguous
+from vllm.ops.cpu.calls import KernelCalls
+from vllm.utils import last_contiguous
 
 _LANES = 16  # as in csrc/vec.h
 _MOST_CHANNELS, _MOST_SHARING = 256, 64  # of a head, and query heads of a group, as in csrc/grouped_query.h

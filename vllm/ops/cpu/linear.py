@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm.ops.cpu.calls import KernelCalls, last_contiguous
+from vllm.ops.cpu.calls import KernelCalls
 from vllm.ops.cpu.compressed import CompressedWeight, is_worth_compressing
 from vllm.ops.cpu.panels import PanelWeight, is_worth_panels
 from vllm.ops.weights import Weight, new_plain_weight
+from vllm.utils import last_contiguous
 
 
 class LinearOps:

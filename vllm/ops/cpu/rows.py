@@ -7,7 +7,8 @@ from torch import Tensor
 
 from vllm.ops import reference
 from vllm.ops.contract import SampledTokens, SamplingBatch
-from vllm.ops.cpu.calls import KernelCalls, last_contiguous
+from vllm.ops.cpu.calls import KernelCalls
+from vllm.utils import last_contiguous
 
 
 class RowOps:

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm.ops.contract import DecodeMetadata, KVCache, PrefillMetadata
-from vllm.ops.cuda.launch import Launch, last_contiguous, num_processors, tile_for
+from vllm.ops.cuda.launch import Launch, num_processors, tile_for
 from vllm.ops.reference import head_linear
+from vllm.utils import last_contiguous
 
 _MOST_SPLITS = 64
 _PROGRAMS_OF_A_PROCESSOR = 2  # enough that one waits for memory while another computes
@@ -88,7 +89,9 @@ class Attention:
     ) -> Tensor:
         nope = q_nope_TNP.shape[2]
         if "queries" not in meta.scratch:
-            meta.scratch["queries"] = _queries(meta)
+            tables_TW, seen_T = meta.as_queries()
+            visible_T = torch.from_numpy(seen_T.astype(np.int32)).to(tables_TW.device)
+            meta.scratch["queries"] = tables_TW, visible_T
         tables_TW, visible_T = meta.scratch["queries"]
         w_uk_NPL, w_uv_NLV = kv_b_NCL[:, :nope], kv_b_NCL[:, nope:].transpose(1, 2)
         parts = []
@@ -240,13 +243,3 @@ def _context_slots(meta: PrefillMetadata, rows: slice) -> tuple[Tensor, Tensor]:
         meta.scratch[key] = slots_S, torch.from_numpy(starts.astype(np.int32)).to(tables.device)
     slots_S, starts_B = meta.scratch[key]
     return slots_S, starts_B
-
-
-def _queries(meta: PrefillMetadata) -> tuple[Tensor, Tensor]:
-    """The block table of each new token, int32 [T, W], and the number of tokens it sees, int32 [T]."""
-    lens, device = meta.query_lens_host, meta.block_tables.device
-    starts, before = np.cumsum(lens) - lens, meta.seq_lens_host - lens
-    row_T = np.repeat(np.arange(len(lens)), lens)
-    visible_T = (before - starts)[row_T] + np.arange(len(row_T)) + 1
-    tables_TW = meta.block_tables.index_select(0, torch.from_numpy(row_T).to(device))
-    return tables_TW, torch.from_numpy(visible_T.astype(np.int32)).to(device)

@@ -8,7 +8,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
 Launch = Callable[..., None]
 
@@ -60,8 +59,3 @@ def num_processors(device: torch.device) -> int:
 def tile_for(size: int, least: int = 1) -> int:
     """The smallest power of two that is at least both."""
     return max(least, 1 << (size - 1).bit_length())
-
-
-def last_contiguous(x: Tensor) -> Tensor:
-    """x, or a copy of it, whose last dimension is contiguous."""
-    return x if x.stride(-1) == 1 else x.contiguous()

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from vllm.ops.contract import HeadNorms, KVCache, SampledTokens, SamplingBatch
-from vllm.ops.cuda.launch import Launch, last_contiguous, tile_for
+from vllm.ops.cuda.launch import Launch, tile_for
 from vllm.ops.reference_sample import sample as reference_sample
+from vllm.utils import last_contiguous
 
 _TILE_ELEMENTS = 2048  # of a program that has several heads, or a part of a vocabulary
 
