@@ -32,6 +32,7 @@ def test_training_beside_transformers(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "x peak memory" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_profile_of_a_training_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "profile.json"
     options = f"{TINY} --threads 1 --profile --engines megatron-lean,megatron-fp32 --json {file}"
