@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 pytest.importorskip("triton", reason="kernels of the CUDA table are written in Triton, which this environment lacks")
 
 from tests.tiny_models import CONFIGS
+from tests.vllm import flash_mla_form
 from tests.vllm.capturing_platform import DEVICE
 from tests.vllm.test_parity import as_inputs
 from tests.vllm.tiny import TINY, write_checkpoint
@@ -28,6 +29,7 @@ from vllm.forward_context import ForwardContext
 from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.ops.contract import DecodeMetadata, LogitEdits, SamplingBatch, resolve
 from vllm.ops.cuda import rollout_ops
+from vllm.ops.cuda.flash_mla import flash_mla_table
 from vllm.ops.cuda.launch import find_kernel
 from vllm.ops.cuda.table import cuda_table
 from vllm.platforms.cpu import CpuPlatform
@@ -53,7 +55,9 @@ class OnlyOnTheDevice(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("deepseek_v3", BF16), ("qwen3-moe", FP32), ("qwen3 tied", BF16)])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("deepseek_v3", BF16), ("FlashMLA", BF16), ("qwen3-moe", FP32), ("qwen3 tied", BF16)]
+)
 def test_a_decode_step_and_sampling_wait_for_nothing(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     launched: set[str] = set()
 
@@ -61,17 +65,22 @@ def test_a_decode_step_and_sampling_wait_for_nothing(name: str, dtype: torch.dty
         assert all(x.device.type == "meta" for x in arguments if isinstance(x, Tensor)), kernel
         launched.add(kernel)
 
-    (tmp_path / "config.json").write_text(json.dumps(TINY if name == "deepseek_v3" else CONFIGS[name]))
-    hf, device, ops = load_config(str(tmp_path)), torch.device("meta"), cuda_table(launch_nothing)
+    has_library, ops, block_size = name == "FlashMLA", cuda_table(launch_nothing), 16
+    raw = CONFIGS.get(name, TINY)
+    if has_library:
+        raw = raw | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+        ops, block_size = flash_mla_table(flash_mla_form, launch_nothing), flash_mla_form.BLOCK_SIZE
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    hf, device = load_config(str(tmp_path)), torch.device("meta")
     alone = [GroupCoordinator(0, 1, None) for _ in range(4)]
     host_lens, vocabulary = np.array([5, 1, 130]), hf.vocab_size
     torch.set_default_dtype(dtype)
     try:
         with device:
             model = CausalLM(hf, 160, ParallelState(ParallelConfig(1, 1, False, 0, 1), *alone), ops, device)
-            caches = [model.new_kv_cache(30, 16, dtype, device, "nd") for _ in model.layers]
+            caches = [model.new_kv_cache(30, block_size, dtype, device, "nd") for _ in model.layers]
             longs, ints, floats = torch.zeros(3, dtype=torch.int64), torch.ones(3, dtype=torch.int32), torch.ones(3)
-            decode = DecodeMetadata(host_lens, ints, torch.zeros(3, 10, dtype=torch.int32), 16)
+            decode = DecodeMetadata(host_lens, ints, torch.zeros(3, 10, dtype=torch.int32), block_size)
             context = ForwardContext(3, 3, longs, longs, decode, None, [3])
             noise_keys = torch.zeros(3, 2, dtype=torch.int32), torch.zeros(vocabulary, dtype=torch.int32)
             plain = SamplingBatch(floats.float(), *noise_keys, None, None, None, has_greedy=True, has_random=True)
@@ -86,12 +95,12 @@ def test_a_decode_step_and_sampling_wait_for_nothing(name: str, dtype: torch.dty
             sampled = ops.sample(logits, batch)
     assert logits.shape == (3, vocabulary) and sampled.token_ids_B.shape == (3,)
     attention = {"norm_rope_write_kv", "rotary_interleaved"} if hf.is_mla else {"rope_write_gqa"}
+    attention |= set() if has_library else {"decode_attention"}
     experts = set() if name == "qwen3 tied" else {"topk_router", "sum_of_experts"}
     experts |= {"grouped_product"} if dtype is FP32 else set()
     assert launched - {"merge_splits"} == attention | experts | {
         "rms_norm",
         "silu_and_mul",
-        "decode_attention",
         "sample_parts",
         "choose_part",
     }

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm.config import LOGPROBS_MODES
+from vllm.config import LOGPROBS_MODES, VllmConfig
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.ops.weights import NewWeight, new_plain_weight
 
@@ -157,6 +157,11 @@ def run_when_asked(work: Callable[[], Any]) -> Callable[[], Any]:
     return work
 
 
+def no_problems(config: VllmConfig) -> list[str]:
+    """The `RolloutOps.problems` of a table that takes every configuration."""
+    return []
+
+
 def add_layer_at_once(x_TH: Tensor, layer: Callable[[Tensor], Tensor], given_TH: Tensor) -> Tensor:
     """The `RolloutOps.add_layer` that runs all rows at once."""
     return layer(given_TH).add_(x_TH)
@@ -277,6 +282,8 @@ class RolloutOps:
     run_beside: RunBeside | None = None
     # add_layer(x, layer, given) -> x + layer(given), for a layer that treats each row alone; x may be overwritten.
     add_layer: Callable[[Tensor, Callable[[Tensor], Tensor], Tensor], Tensor] = add_layer_at_once
+    # problems(config) -> what of a configuration the table's kernels do not take, one sentence each.
+    problems: Callable[[VllmConfig], list[str]] = no_problems
 
     def __post_init__(self) -> None:
         if set(self.implementations) != self.entries():

@@ -137,7 +137,7 @@ class Platform(ABC):
 
     def config_problems(self, config: VllmConfig, ops: RolloutOps) -> list[str]:
         """Return what this device and op table cannot do of a configuration, a sentence each; touches no device."""
-        problems = []
+        problems = ops.problems(config)
         if config.model.dtype not in self.supported_dtypes:
             problems.append(
                 f"dtype={config.model.dtype} is not supported on {self.name}; use one of "

@@ -105,6 +105,7 @@ FIXED_VARIABLES: dict[str, str] = {
     "VLLM_ENABLE_GRAPH_MODE": "actor_rollout_ref.rollout.enforce_eager decides",
     "VLLM_ENABLE_FIX_ROUTE": "actor_rollout_ref.rollout.fix_router decides",
     "VLLM_ENABLE_MC2": "actor_rollout_ref.rollout.expert_exchange decides",
+    "VLLM_ATTENTION_BACKEND": "trainer.rollout_ops decides which kernels run",
     "VLLM_USE_V1": "there is one engine",
     "VLLM_VERSION": "there is one engine",
     "VLLM_ASCEND_*": "there is one engine",

@@ -1,5 +1,6 @@
-"""The op table of NVIDIA devices, in Triton and torch's own ops."""
+"""The op tables of NVIDIA devices: Triton and torch's own ops, and with a library's decoding."""
 
+from vllm.ops.cuda.flash_mla import flash_mla_ops
 from vllm.ops.cuda.table import rollout_ops
 
-__all__ = ["rollout_ops"]
+__all__ = ["flash_mla_ops", "rollout_ops"]
