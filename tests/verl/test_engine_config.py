@@ -95,7 +95,7 @@ def test_split_down_projections_reach_the_layout_and_must_divide(model_path: Pat
 
 
 def test_forms_of_kernels_are_asked_for_of_the_one_op_table(model_path: Path) -> None:
-    keys = ("mla_fa_without_pad", "gemm_gradient_accumulation_fusion")
+    keys = ("mla_fa_without_pad", "gemm_gradient_accumulation_fusion", "tp_comm_overlap")
     given = [f"{TRANSFORMER}.{key}=True" for key in keys]
     assert _config().actor_rollout_ref.actor.megatron.op_choices == {}
     assert _config(*given).actor_rollout_ref.actor.megatron.op_choices == dict.fromkeys(keys, True)

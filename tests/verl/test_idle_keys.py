@@ -67,6 +67,7 @@ CASES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ),
     (f"{OVERRIDE}.recompute_num_layers=2", (), (FULL,)),
     (f"{OVERRIDE}.recompute_modules=[mlp]", (FULL,), (f"{OVERRIDE}.recompute_granularity=selective",)),
+    (f"{OVERRIDE}.tp_comm_overlap=True", (), (f"{ENGINE}.tensor_model_parallel_size=2",)),
     (f"{OVERRIDE}.cp_comm_type=a2a", (), (f"{ENGINE}.context_parallel_size=2",)),
     (
         f"{OVERRIDE}.microbatch_group_size_per_vp_stage=4",

@@ -44,12 +44,17 @@ class Routing:
         return torch.cat([here, elsewhere % num_experts]).view(num_tokens, topk)
 
 
-def train_ops(device: str, routing: Routing, pads_values: bool = True) -> TrainOps:
+def train_ops(device: str, routing: Routing, pads_values: bool = True, tp_comm_overlap: bool = False) -> TrainOps:
     """The table that a run uses on ``device`` (cpu, cuda or npu), with its experts chosen by ``routing``.
 
     Those of cuda and npu keep the tensors that their kernels keep; their results have shapes and no values.
-    pads_values: its attention widens values to the keys' head size.
+    pads_values: its attention widens values to the keys' head size · tp_comm_overlap: as of the run.
+
+    Raises:
+        ValueError: the run's table has no such form.
     """
+    if tp_comm_overlap and device != "cuda":
+        raise ValueError(f"tp_comm_overlap=True, but the train ops of {device} have no such form; leave it out")
     table = cpu_ops() if device == "cpu" else reference_ops()
     if device != "cpu":
         table = replace(table, attention_block=_attention_block, attention_block_grad=_attention_block_grad)
@@ -57,7 +62,7 @@ def train_ops(device: str, routing: Routing, pads_values: bool = True) -> TrainO
     if device == "npu":
         table = npu_table(table, pads_values)
     elif device == "cuda":
-        table = cuda_table(table)
+        table = cuda_table(table, tp_comm_overlap)
 
     def route(logits_TE: Tensor, *, topk: int, chosen_TK: Tensor | None = None, **how: Any) -> tuple[Tensor, Tensor]:
         chosen_TK = routing.chosen(logits_TE.shape[0], topk, logits_TE.shape[1])  # also where choices are replayed

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.ops import TrainOps
@@ -17,11 +18,12 @@ from megatron.core.ops.cuda.attention import DTYPES, FlashAttention
 from megatron.core.ops.cuda.flash import Sequences
 from megatron.core.ops.fused_adamw import adamw_step
 from megatron.core.ops.reference_moe import expert_order
+from megatron.core.tensor_parallel import collectives
 from megatron.core.utils import async_h2d
 from tools.plan.train_npu import kernel
 
 
-def cuda_table(table: TrainOps) -> TrainOps:
+def cuda_table(table: TrainOps, tp_comm_overlap: bool) -> TrainOps:
     """``table``, whose attention float32 takes, with CUDA's entries."""
     flash = FlashAttention(_attend, _attend_grad)
 
@@ -42,7 +44,22 @@ def cuda_table(table: TrainOps) -> TrainOps:
         log_sum_exp=_log_sum_exp,
         cross_entropy_grad=_cross_entropy_grad,
         adamw_step=adamw_step,
+        tensor_parallel_overlap=_Overlap() if tp_comm_overlap else None,
     )
+
+
+class _Overlap:
+    """What torch's ops join, one after another: the same collectives and results."""
+
+    def prepare(self, group: dist.ProcessGroup) -> None:
+        """Does nothing: no memory is mapped."""
+
+    def all_gather_matmul(self, x: Tensor, w: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        gathered, _ = collectives.all_gather(x, group)
+        return gathered, gathered @ w
+
+    def matmul_reduce_scatter(self, x: Tensor, w: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return collectives.reduce_scatter(x @ w, group)[0]
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

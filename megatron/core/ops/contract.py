@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.packed_seq_params import SharedPrompts
@@ -128,6 +129,25 @@ class Matmul(Protocol):
     def __call__(self, a: Tensor, b: Tensor) -> Tensor: ...
 
 
+class TensorParallelOverlap(Protocol):
+    """Products of sequence parallelism together with their collectives, parts of the one beside parts of the other.
+
+    x [T/TP, K] or [T, K], w [K, N] (any strides), T the same on all ranks of ``group``, which all make the same calls.
+    No gradient: layers multiply again for theirs. Tolerance: ``Matmul``'s, and that of another order of the ranks.
+    """
+
+    def prepare(self, group: dist.ProcessGroup) -> None:
+        """Collective, before the group's first product; ValueError when its ranks cannot do this."""
+
+    def all_gather_matmul(self, x: Tensor, w: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        """x [T/TP, K] -> (all ranks' x [T, K] in rank order, its ``x @ w`` [T, N])."""
+        ...
+
+    def matmul_reduce_scatter(self, x: Tensor, w: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """x [T, K] -> [T/TP, N]: this rank's rows of the ranks' sum of ``x @ w``."""
+        ...
+
+
 class GroupedMatmul(Protocol):
     """x [T, K], w [E, K, N], tokens_per_expert int64 [E] (host or device, sum T) -> [T, N].
 
@@ -237,6 +257,7 @@ class TrainOps:
     """One implementation per op; ``names`` says for each whether it is 'native', 'reference' or 'exact'.
 
     shared_prompt_attention None: ``core_attention`` gets whole sequences (``reference_attention``).
+    tensor_parallel_overlap None: products and collectives of tensor parallelism follow one another.
     """
 
     rms_norm: RmsNorm
@@ -255,6 +276,7 @@ class TrainOps:
     adamw_step: AdamwStep
     names: dict[str, str] = field(default_factory=dict)
     shared_prompt_attention: SharedPromptAttention | None = None
+    tensor_parallel_overlap: TensorParallelOverlap | None = None
 
 
 _EXAMPLE = "megatron.core.ops.reference:reference_ops"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.ops.contract import Matmul, TrainOps
+from megatron.core.ops.contract import Matmul, TensorParallelOverlap, TrainOps
 from megatron.core.parallel_state import ProcessGroups
 from megatron.core.tensor_parallel import collectives
 from megatron.core.tensor_parallel.mappings import (
@@ -123,7 +123,7 @@ class ColumnParallelLinear(_SplitWeight):
         has_weight: bool = True,
     ) -> None:
         super().__init__(config, groups, output_size, input_size, dim=0, stride=stride, has_weight=has_weight)
-        self.matmul = ops.matmul
+        self.matmul, self.overlap = ops.matmul, ops.tensor_parallel_overlap
         self.bias: nn.Parameter | None = None
         if bias:
             self.bias = nn.Parameter(torch.empty(output_size // groups.tp.size(), dtype=config.params_dtype))
@@ -134,7 +134,7 @@ class ColumnParallelLinear(_SplitWeight):
         assert weight is not None, "a layer without a weight of its own must be given one"
         y: Tensor
         if self.sequence_parallel and self.group.size() > 1:
-            y = _GatherLinear.apply(x, weight, self.group, self.matmul)
+            y = _GatherLinear.apply(x, weight, self.group, self.matmul, self.overlap)
         else:
             y = linear(copy_to_tensor_model_parallel_region(x, self.group), weight, self.matmul)
         return y if self.bias is None else y + self.bias
@@ -169,9 +169,12 @@ class RowParallelLinear(_SplitWeight):
         self, config: ModelParallelConfig, groups: ProcessGroups, ops: TrainOps, input_size: int, output_size: int
     ) -> None:
         super().__init__(config, groups, output_size, input_size, dim=1)
-        self.matmul = ops.matmul
+        self.matmul, self.overlap = ops.matmul, ops.tensor_parallel_overlap
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.overlap is not None and self.sequence_parallel and self.group.size() > 1:
+            y: Tensor = _LinearScatter.apply(x, self.weight, self.group, self.matmul, self.overlap)
+            return y
         return self._sum_over_ranks(linear(x, self.weight, self.matmul))
 
 
@@ -227,9 +230,18 @@ class _GatherLinear(torch.autograd.Function):
     """Gather the sequence, multiply; backward overlaps both collectives with the two matmuls."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, group: dist.ProcessGroup, matmul: Matmul) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        group: dist.ProcessGroup,
+        matmul: Matmul,
+        overlap: TensorParallelOverlap | None,
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.group, ctx.matmul = group, matmul
+        if overlap is not None:
+            return overlap.all_gather_matmul(x, weight.t(), group)[1]
         return matmul(collectives.all_gather(x, group)[0], weight.t())
 
     @staticmethod
@@ -249,7 +261,31 @@ class _GatherLinear(torch.autograd.Function):
             grad_weight = ctx.matmul(grad.t(), gathered)
         if scatter is not None:
             scatter.wait()
-        return grad_x, grad_weight, None, None
+        return grad_x, grad_weight, None, None, None
+
+
+class _LinearScatter(torch.autograd.Function):
+    """Multiply, sum over the ranks and take this rank's rows; the gradients' gather overlaps their first product."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        group: dist.ProcessGroup,
+        matmul: Matmul,
+        overlap: TensorParallelOverlap,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group, ctx.matmul, ctx.overlap = group, matmul, overlap
+        return overlap.matmul_reduce_scatter(x, weight.t(), group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        gathered, grad_x = ctx.overlap.all_gather_matmul(grad, weight, ctx.group)
+        grad_weight = ctx.matmul(gathered.t(), x) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, None, None, None
 
 
 def linear(x: Tensor, weight: Tensor, matmul: Matmul) -> Tensor:

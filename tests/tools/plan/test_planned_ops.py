@@ -1,4 +1,4 @@
-"""What planned kernels keep for the backward pass."""
+"""What planned kernels keep for the backward pass, and which collectives are in them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,14 @@ import torch
 
 from megatron.core.ops import TrainOps
 from megatron.core.ops.cuda import cuda_ops
+from megatron.core.parallel_layout import ParallelLayout
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.transformer_config import ModelParallelConfig
 from tests.megatron.flash_attention_form import flash_attention_on_cpu
+from tools.plan.collectives import Collective, CollectiveLog
+from tools.plan.device import MemoryMeter, PlannedDevice
 from tools.plan.ops import Routing, train_ops
+from tools.plan.world import own_groups, planned_rank
 
 TOKENS, HEADS, KEYS, VALUES = 96, 4, 192, 128
 
@@ -86,3 +92,25 @@ def kept_bytes(pads_values: bool) -> int:
 def test_values_without_padding_keep_a_third_less_of_themselves_and_the_output() -> None:
     saved = kept_bytes(pads_values=True) - kept_bytes(pads_values=False)
     assert saved == pytest.approx(2 * TOKENS * HEADS * (KEYS - VALUES) * 2)
+
+
+def _calls_of_two_layers(tp_comm_overlap: bool) -> list[Collective]:
+    log = CollectiveLog()
+    with planned_rank(0, 2, 2), PlannedDevice(log, MemoryMeter()), torch.device("meta"):
+        groups = own_groups(ParallelLayout(world_size=2, tensor_model_parallel_size=2), 0)
+        config = ModelParallelConfig(sequence_parallel=True, params_dtype=torch.bfloat16)
+        ops = train_ops("cuda", Routing(), tp_comm_overlap=tp_comm_overlap)
+        up, down = (kind(config, groups, ops, 8, 8) for kind in (ColumnParallelLinear, RowParallelLinear))
+        x = torch.zeros(6, 8, dtype=torch.bfloat16, requires_grad=True)
+        y = down(up(x))
+        y.backward(torch.ones_like(y))
+        assert y.shape == x.shape and all(layer.weight.grad.shape == layer.weight.shape for layer in (up, down))
+    return log.calls
+
+
+def test_products_beside_collectives_are_planned_with_the_same_collectives() -> None:
+    calls = _calls_of_two_layers(tp_comm_overlap=True)
+    assert [call.kind for call in calls[:2]] == ["all_gather", "reduce_scatter"] and len(calls) == 5
+    assert calls == _calls_of_two_layers(tp_comm_overlap=False)
+    with pytest.raises(ValueError, match="tp_comm_overlap=True, but the train ops of npu have no such form; leave it"):
+        train_ops("npu", Routing(), tp_comm_overlap=True)

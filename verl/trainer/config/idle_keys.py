@@ -214,6 +214,11 @@ _TRAINING = (
         lambda c: _granularity(c) != "selective",
     ),
     IdleRule(
+        (f"{_OVERRIDE}.tp_comm_overlap",),
+        f"{_ENGINE}.tensor_model_parallel_size is 1",
+        lambda c: c.actor_rollout_ref.actor.megatron.tensor_model_parallel_size == 1,
+    ),
+    IdleRule(
         (f"{_OVERRIDE}.cp_comm_type", f"{_OVERRIDE}.cp_send_latents"),
         f"{_ENGINE}.context_parallel_size is 1",
         lambda c: c.actor_rollout_ref.actor.megatron.context_parallel_size == 1,

@@ -30,6 +30,7 @@ Attributes:
     moe_token_dispatcher_type: how tokens reach the experts of other ranks.
     moe_shared_expert_overlap: compute the shared experts while tokens travel to the routed ones.
     moe_alltoall_overlap_comm: MindSpeed's name of ``moe_shared_expert_overlap``.
+    tp_comm_overlap: on CUDA, multiply parts of tensor parallelism's tokens while others travel between its ranks.
     mla_fa_without_pad: hand values of latent attention to Ascend's kernel as they are, not padded to the keys' head
         size; MindSpeed advises CANN 8.2.RC1 or newer.
     gemm_gradient_accumulation_fusion: add experts' weight gradients to their float32 sums inside the grouped product;
@@ -136,8 +137,12 @@ _FIELDS: dict[str, Values] = {
 _RENAMED: dict[str, tuple[str, Values]] = {
     "moe_alltoall_overlap_comm": ("moe_shared_expert_overlap", _FLAG)  # MindSpeed's name
 }
-# Forms of kernels that an op table may have; MindSpeed's names.
-OP_CHOICES: dict[str, Values] = {"mla_fa_without_pad": _FLAG, "gemm_gradient_accumulation_fusion": _FLAG}
+# Forms of kernels that an op table may have; names of Megatron and of MindSpeed.
+OP_CHOICES: dict[str, Values] = {
+    "tp_comm_overlap": _FLAG,
+    "mla_fa_without_pad": _FLAG,
+    "gemm_gradient_accumulation_fusion": _FLAG,
+}
 TRANSFORMER_OVERRIDES: dict[str, Values] = (
     _LAYOUT | _FIELDS | {key: values for key, (_, values) in _RENAMED.items()} | OP_CHOICES
 )

@@ -66,6 +66,8 @@ class GPTModel(nn.Module):
         self.config = config
         self.groups = groups
         self.ops = ops
+        if ops.tensor_parallel_overlap is not None and groups.tp.size() > 1:
+            ops.tensor_parallel_overlap.prepare(groups.tp)
         self.vp_stage = vp_stage or 0
         is_last_chunk = self.vp_stage == groups.layout.virtual_pipeline_model_parallel_size - 1
         self.pre_process = groups.is_first_stage and self.vp_stage == 0 if pre_process is None else pre_process

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,8 @@ from megatron.core.ops.cuda.attention import FlashAttention
 ONLY_ON_GPU = {
     "aten::_flash_attention_forward": "core_attention and attention_block equal the reference",
     "aten::_flash_attention_backward": "core_attention's gradients and attention_block_grad equal the reference",
+    "symm_mem::fused_all_gather_matmul": "on two GPUs, a run with tp_comm_overlap has the losses of one without",
+    "symm_mem::fused_matmul_reduce_scatter": "the same run",
 }
 
 _FLASH = "native (aten flash attention) in half precision, else reference"
@@ -36,9 +39,10 @@ _NAMES = {
 }
 
 
-def cuda_ops() -> TrainOps:
+def cuda_ops(tp_comm_overlap: bool = False) -> TrainOps:
     """The table (provider ``megatron.core.ops.cuda:cuda_ops``); nothing touches a device before an op is called.
 
+    tp_comm_overlap (Megatron's name): products of sequence parallelism run beside their collectives.
     Products are added up in float32, as the contract says: torch's setting that lets bfloat16 do less is put off.
 
     Raises:
@@ -58,7 +62,7 @@ def cuda_ops() -> TrainOps:
 
     attention = FlashAttention()
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    return TrainOps(
+    table = TrainOps(
         rms_norm=rows.rms_norm,
         swiglu=rows.swiglu,
         rotary_interleaved=rows.rotary_interleaved,
@@ -75,3 +79,9 @@ def cuda_ops() -> TrainOps:
         adamw_step=fused_adamw.adamw_step,
         names=dict(_NAMES),
     )
+    if not tp_comm_overlap:
+        return table
+    from megatron.core.ops.cuda.symmetric_memory import SymmetricMemoryOverlap  # registers torch's ops
+
+    names = _NAMES | {"tensor_parallel_overlap": "native (torch symmetric memory)"}
+    return replace(table, tensor_parallel_overlap=SymmetricMemoryOverlap(), names=names)
