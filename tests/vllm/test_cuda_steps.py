@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,14 @@ from tests.vllm import flash_mla_form
 from tests.vllm.capturing_platform import DEVICE
 from tests.vllm.test_parity import as_inputs
 from tests.vllm.tiny import TINY, write_checkpoint
+from tools.plan.collectives import describe, done_work, returned
+from tools.plan.world import planned_rank
 from vllm import LLM, SamplingParams
 from vllm.config import ParallelConfig
-from vllm.distributed.parallel_state import GroupCoordinator, ParallelState
+from vllm.distributed.parallel_state import init_model_parallel
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import ForwardContext
+from vllm.model_executor.layers.fused_moe import new_choices_cache
 from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.ops.contract import DecodeMetadata, LogitEdits, SamplingBatch, resolve
 from vllm.ops.cuda import rollout_ops
@@ -45,20 +49,49 @@ FP32, BF16 = torch.float32, torch.bfloat16
 
 class OnlyOnTheDevice(TorchDispatchMode):
     """Refuses every operation with a tensor of the host: no copy to it or from it. The device is "meta", whose tensors
-    have no values, so that `item`, `tolist`, `nonzero` and masks as indices are errors too.
+    have no values, so that `item`, `tolist`, `nonzero` and masks as indices are errors too. Nobody is on the other side
+    of a collective; one with split sizes would have had to learn them.
     """
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "c10d":
+            assert all(x.device.type == "meta" for x in tree_leaves(args) if isinstance(x, Tensor)), function
+            assert describe(function, args).splits is None, "split sizes are values"
+            return returned(function, args, done_work(args))
         result = function(*args, **(kwargs or {}))
         tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, Tensor)]
         assert all(x.device.type == "meta" for x in tensors), f"{function} of a tensor on the host"
         return result
 
 
+ALONE = ParallelConfig(1, 1, False, 0, 1)
+DISPATCH = ParallelConfig(2, 2, True, 1, 4, expert_exchange="dispatch")
+
+
+@pytest.fixture
+def parallel(request: pytest.FixtureRequest) -> Iterator[ParallelConfig]:
+    """The layout of the only rank that exists of its world."""
+    config = request.param
+    with planned_rank(config.rank, config.world_size, config.world_size):
+        yield config
+
+
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("deepseek_v3", BF16), ("FlashMLA", BF16), ("qwen3-moe", FP32), ("qwen3 tied", BF16)]
+    ("name", "dtype", "parallel"),
+    [
+        ("deepseek_v3", BF16, ALONE),
+        ("FlashMLA", BF16, ALONE),
+        ("qwen3-moe", FP32, ALONE),
+        ("qwen3 tied", BF16, ALONE),
+        ("deepseek_v3", BF16, DISPATCH),
+        ("qwen3-moe", FP32, replace(DISPATCH, use_sequence_parallel_moe=True)),
+    ],
+    indirect=["parallel"],
 )
-def test_a_decode_step_and_sampling_wait_for_nothing(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_decode_step_and_sampling_wait_for_nothing(
+    name: str, dtype: torch.dtype, parallel: ParallelConfig, tmp_path: Path
+) -> None:
+    """The experts' choices are kept."""
     launched: set[str] = set()
 
     def launch_nothing(kernel: str, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
@@ -72,16 +105,16 @@ def test_a_decode_step_and_sampling_wait_for_nothing(name: str, dtype: torch.dty
         ops, block_size = flash_mla_table(flash_mla_form, launch_nothing), flash_mla_form.BLOCK_SIZE
     (tmp_path / "config.json").write_text(json.dumps(raw))
     hf, device = load_config(str(tmp_path)), torch.device("meta")
-    alone = [GroupCoordinator(0, 1, None) for _ in range(4)]
     host_lens, vocabulary = np.array([5, 1, 130]), hf.vocab_size
     torch.set_default_dtype(dtype)
     try:
         with device:
-            model = CausalLM(hf, 160, ParallelState(ParallelConfig(1, 1, False, 0, 1), *alone), ops, device)
+            model = CausalLM(hf, 160, init_model_parallel(parallel), ops, device)
             caches = [model.new_kv_cache(30, block_size, dtype, device, "nd") for _ in model.layers]
+            caches += [new_choices_cache(hf, 30, block_size, device)] if hf.n_routed_experts else []
             longs, ints, floats = torch.zeros(3, dtype=torch.int64), torch.ones(3, dtype=torch.int32), torch.ones(3)
             decode = DecodeMetadata(host_lens, ints, torch.zeros(3, 10, dtype=torch.int32), block_size)
-            context = ForwardContext(3, 3, longs, longs, decode, None, [3])
+            context = ForwardContext(3, 3, longs, longs, decode, None, [3] * parallel.data_parallel_size)
             noise_keys = torch.zeros(3, 2, dtype=torch.int32), torch.zeros(vocabulary, dtype=torch.int32)
             plain = SamplingBatch(floats.float(), *noise_keys, None, None, None, has_greedy=True, has_random=True)
             full = replace(plain, top_k_B=ints, max_top_k=5, top_p_B=floats.float(), min_p_B=floats.float())
@@ -130,7 +163,7 @@ def test_a_model_generates_the_reference_tables_tokens(tmp_path: Path) -> None:
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert resolve("vllm.ops.cuda:rollout_ops").not_capturable == ("exchanged_experts",)
+    assert resolve("vllm.ops.cuda:rollout_ops").not_capturable == ()
     monkeypatch.delattr("torch.nn.functional.grouped_mm")
     with pytest.raises(ValueError, match=r"needs torch\.nn\.functional\.grouped_mm; install torch 2\.10"):
         rollout_ops()
@@ -145,21 +178,26 @@ def test_a_machine_without_a_device_is_named(monkeypatch: pytest.MonkeyPatch) ->
         find_kernel.__wrapped__("rms_norm")
 
 
-def test_the_table_of_cuda_devices_is_captured_but_for_a_dispatch(tmp_path: Path) -> None:
-    """No device is touched."""
+def test_the_table_of_cuda_devices_is_captured(tmp_path: Path) -> None:
+    """No device is touched. A dispatch is captured for as many sequences as are gathered."""
     path, platform = write_checkpoint(tmp_path), CudaPlatform()
-    exchange: dict[str, Any] = {"enable_expert_parallel": True, "expert_exchange": "dispatch"}
-    plain, dispatching = (
+    exchange: dict[str, Any] = {"enable_expert_parallel": True, "expert_exchange": "dispatch", "max_num_seqs": 8192}
+    plain, alone = (
         EngineArgs(path, skip_tokenizer_init=True, enforce_eager=None, **more).create_engine_config(0, 1)
         for more in ({}, exchange)
     )
+    over_four, small = (
+        EngineArgs(
+            path, skip_tokenizer_init=True, tensor_parallel_size=2, data_parallel_size=2, **exchange, **more
+        ).create_engine_config(0, 4)
+        for more in ({}, {"cudagraph_capture_sizes": [2048, 1]})
+    )
     ops, reference = resolve(platform.rollout_ops), resolve("vllm.ops.reference:rollout_ops")
     assert "not that of the CPU kernels" in CpuPlatform().graph_problems(plain, ops)[0]  # Triton's interpreter
-    assert platform.graph_problems(plain, ops) == []
+    for config in (plain, alone, small):
+        assert platform.graph_problems(config, ops) == []
     assert platform.with_graphs_decided(plain, ops).compilation.enforce_eager is False
-    (problem,) = platform.graph_problems(dispatching, ops)
-    assert "what expert_exchange=dispatch sends depends on values; all_gather can be captured" in problem
-    assert (
-        len(platform.graph_problems(plain, reference)) == 1
-        and len(platform.graph_problems(dispatching, reference)) == 2
-    )
+    (problem,) = platform.graph_problems(over_four, ops)
+    assert "what more than 2048 sequences of a replica send depends on values; capture sizes up to 2048" in problem
+    assert len(platform.graph_problems(plain, reference)) == 1
+    assert len(platform.graph_problems(over_four, reference)) == 2

@@ -14,7 +14,8 @@ import torch
 from tests.parallel.launcher import run_ranks
 from tests.tiny_models import CONFIGS, write_model
 from tests.vllm.capturing_platform import DEVICE, CapturingPlatform
-from tests.vllm.test_parallel import ALL, EXPERTS, SHARES, run_engines
+from tests.vllm.gathering_ops import PROVIDER as GATHERING
+from tests.vllm.test_parallel import ALL, DISPATCH, EXPERTS, SHARES, run_engines
 from tests.vllm.test_parity import as_inputs, make_prompts
 from tests.vllm.tiny import TINY, random_weights, write_checkpoint
 from vllm import LLM, SamplingParams
@@ -200,10 +201,13 @@ def test_replicas_in_lockstep_run_the_same_sizes(path: str) -> None:
                 assert logprobs == pytest.approx(expected_logprobs, abs=1e-5)
 
 
-@pytest.mark.parametrize("shape", ["replicas", "tensor parallel"])
+@pytest.mark.parametrize("shape", ["replicas", "tensor parallel", "replicas, tokens gathered by dispatch"])
 def test_steps_of_several_processes_that_a_cpu_captured_give_the_bits_of_eager_ones(path: str, shape: str) -> None:
-    layout = {"data_parallel_size": 2} | EXPERTS if shape == "replicas" else {"tensor_parallel_size": 2} | EXPERTS
-    prompts = SHARES if shape == "replicas" else [ALL, ALL]
+    """A capture refuses what depends on values."""
+    is_replica, is_dispatched = shape.startswith("replicas"), shape.endswith("dispatch")
+    layout = {"data_parallel_size" if is_replica else "tensor_parallel_size": 2} | EXPERTS
+    layout |= DISPATCH | {"rollout_ops": GATHERING} if is_dispatched else {}
+    prompts = SHARES if is_replica else [ALL, ALL]
     layouts = [(layout | {"enforce_eager": is_eager}, prompts) for is_eager in (True, False)]
     for eager, captured in run_ranks(run_engines, 2, path, layouts):
         assert captured == eager

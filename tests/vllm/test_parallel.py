@@ -9,6 +9,8 @@ import torch
 
 from megatron.core.transformer.moe.router import _balanced_logits
 from tests.parallel.launcher import run_ranks
+from tests.vllm.capturing_platform import DEVICE as CAPTURING
+from tests.vllm.gathering_ops import PROVIDER as GATHERING
 from tests.vllm.tiny import TINY, write_checkpoint
 from vllm.model_executor.layers.fused_moe import balanced_logits
 from vllm.platforms.cpu import CpuPlatform
@@ -59,6 +61,7 @@ SHARES = [[0, 3], [i for i in ALL if i not in (0, 3)]]
 EXPERTS = {"enable_expert_parallel": True}
 DISPATCH = EXPERTS | {"expert_exchange": "dispatch"}
 SHARES_TOKENS = DISPATCH | {"use_sequence_parallel_moe": True}
+GATHERED = {"rollout_ops": GATHERING, "enforce_eager": False, "device": CAPTURING}  # decode steps as graphs
 LAYOUTS: dict[int, list[tuple[dict[str, Any], list[list[int]]]]] = {
     2: [
         ({"tensor_parallel_size": 2}, [ALL]),
@@ -73,6 +76,7 @@ LAYOUTS: dict[int, list[tuple[dict[str, Any], list[list[int]]]]] = {
         ({"tensor_parallel_size": 2, "data_parallel_size": 2} | DISPATCH, SHARES),
         ({"tensor_parallel_size": 2, "data_parallel_size": 2} | SHARES_TOKENS, SHARES),
         ({"tensor_parallel_size": 4} | SHARES_TOKENS, [ALL]),
+        ({"tensor_parallel_size": 2, "data_parallel_size": 2} | SHARES_TOKENS | GATHERED, SHARES),
         ({"tensor_parallel_size": 2}, SHARES),  # two engines that know nothing of each other
     ],
 }

@@ -12,6 +12,7 @@ import torch
 from tests.mindspeed_llm.tiny import tiny_qwen3_config, write_tiny_checkpoint
 from tests.parallel.launcher import run_ranks
 from tests.vllm.capturing_platform import DEVICE as CAPTURING
+from tests.vllm.gathering_ops import PROVIDER as GATHERING
 from tests.vllm.test_parity import as_inputs, make_prompts
 from tests.vllm.tiny import TINY, hf_model, write_checkpoint
 from vllm import LLM, CompletionOutput, SamplingParams
@@ -33,6 +34,7 @@ LAYOUTS: list[dict[str, Any]] = [
     {"tensor_parallel_size": 2},
     {"tensor_parallel_size": 2, "expert_exchange": "dispatch"} | EXPERTS,
     {"tensor_parallel_size": 2, "expert_exchange": "dispatch", "use_sequence_parallel_moe": True} | EXPERTS,
+    {"tensor_parallel_size": 2, "expert_exchange": "dispatch", "rollout_ops": GATHERING} | EXPERTS | WAYS["recorded"],
     {"data_parallel_size": 2} | EXPERTS,
     {"data_parallel_size": 2, "expert_exchange": "dispatch", "rebalance_interval": 2} | EXPERTS,
     {"data_parallel_size": 2, "rebalance_interval": 2},

@@ -25,6 +25,7 @@ from vllm.ops import reference
 from vllm.ops.contract import KVCache, RolloutOps, SampledTokens, SamplingBatch
 from vllm.ops.cpu.build import has_compiler
 from vllm.ops.cpu.table import best_products, cpu_table
+from vllm.ops.cuda.exchange import is_gathered
 from vllm.ops.cuda.table import cuda_table
 from vllm.ops.reference_moe import FusedExperts, all_to_all_experts
 from vllm_ascend.ops.exchanged_experts import is_one_call
@@ -161,6 +162,8 @@ class _Given:
         num_rows, top_k = ids_TK.shape
         if self.kind == "npu" and is_one_call(x_TH, top_k, len(w13_E2FH), group.world_size):
             return self._by_kernels(x_TH, w13_E2FH, w2_EHF, weights_TK, ids_TK, group)
+        if self.kind == "cuda" and is_gathered(num_rows, group.world_size):
+            return self.table.exchanged_experts(x_TH, w13_E2FH, w2_EHF, weights_TK, ids_TK, num_active, group)
         _, received = self._exchanged(num_rows, self.step_tokens, top_k, 0, num_rows)
         known = _KnownCounts(group.rank_in_group, group.world_size, group.group, received=received)
         experts = self._experts_of_all()

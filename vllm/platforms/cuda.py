@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm.ops.contract import RolloutOps
+from vllm.ops.cuda.exchange import capture_problems
 from vllm.platforms.interface import CapturedGraph, DeviceMemory, GraphPool, Platform, table_problems
 
 if TYPE_CHECKING:
@@ -60,4 +61,5 @@ class CudaPlatform(Platform):
         return CudaGraphPool()
 
     def graph_problems(self, config: VllmConfig, ops: RolloutOps) -> list[str]:
-        return table_problems(config, ops)
+        problems = table_problems(config, ops)
+        return problems if "exchanged_experts" in ops.not_capturable else problems + capture_problems(config)

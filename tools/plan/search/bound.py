@@ -7,7 +7,7 @@ numbers of values that a layer needs for a token, calibrated with plans of DeepS
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf
+from math import ceil, inf
 
 from megatron.core.parallel_layout import ParallelLayout
 from tools.plan.devices import KINDS
@@ -19,6 +19,7 @@ from tools.plan.training import StepSize
 from tools.plan.whole import PROCESS_BYTES
 from tools.plan.world import environment_of, run_variables
 from verl.trainer.config import PPOTrainerConfig
+from vllm.ops.cuda.exchange import is_gathered
 from vllm.platforms.cpu import KV_CACHE_FRACTION_OF_HOST
 from vllm.platforms.interface import ACTIVATION_FRACTION
 from vllm.transformers_utils.config import HFConfig
@@ -253,4 +254,6 @@ class Bounds:
         if self.device.family == "ascend" and own <= tokens_of_a_call(hidden, topk, num_here, span, variables):
             rows = own * span * min(num_here, topk)
             return (rows * (2.0 * hidden + 3 * inner) + 2 * own * hidden) * item
+        if self.device.family == "cuda" and is_gathered(ceil(own), span):
+            return own * span * (min(num_here, topk) * (2.0 * hidden + 3 * inner) + 3 * hidden) * item
         return own * topk * self.size.load * (4.0 * hidden + 3 * inner) * item

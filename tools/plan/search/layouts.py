@@ -13,6 +13,7 @@ from tools.plan.setup import PlannedRun
 from tools.plan.timing import MicroBatches, RolloutShape
 from tools.plan.world import run_variables
 from verl.trainer.config import PPOTrainerConfig
+from vllm.ops.cuda.exchange import is_gathered
 from vllm_ascend.ops.exchanged_experts import tokens_of_a_call
 
 MAX_CP = 8
@@ -101,7 +102,7 @@ def rollout_layouts(run: PlannedRun, own: RolloutShape) -> Iterator[RolloutShape
             if tp * dp > 1 and hf.n_routed_experts and hf.n_routed_experts % (tp * dp) == 0:
                 shared = replace(shape, dp=dp, has_expert_parallel=True)
                 yield shared
-                if own.has_graphs and _captures_no_dispatch(run):
+                if own.has_graphs and not _can_capture_dispatch(run, shared):
                     yield replace(shared, has_graphs=False)
 
 
@@ -112,8 +113,8 @@ def rollout_settings(run: PlannedRun, shape: RolloutShape) -> list[RolloutKnobs]
     """
     own = RolloutKnobs.of(run.config)
     exchanges = ["all_gather"]
-    is_captured = shape.has_graphs and _captures_no_dispatch(run)
-    if shape.has_expert_parallel and _can_dispatch(run.hf, run.device, shape) and not is_captured:
+    is_capturable = not shape.has_graphs or _can_capture_dispatch(run, shape)
+    if shape.has_expert_parallel and _can_dispatch(run.hf, run.device, shape) and is_capturable:
         exchanges.append("dispatch")
     if own.expert_exchange in exchanges:
         exchanges.sort(key=lambda name: name != own.expert_exchange)
@@ -129,9 +130,12 @@ def rollout_settings(run: PlannedRun, shape: RolloutShape) -> list[RolloutKnobs]
     ]
 
 
-def _captures_no_dispatch(run: PlannedRun) -> bool:
-    """Whether graphs and ``expert_exchange=dispatch`` exclude each other."""
-    return KINDS[run.device.family] == "cuda"
+def _can_capture_dispatch(run: PlannedRun, shape: RolloutShape) -> bool:
+    """Whether graphs of all sizes can have ``expert_exchange=dispatch``."""
+    if KINDS[run.device.family] != "cuda":
+        return True
+    largest = max(shape.graph_sizes, default=shape.max_num_seqs)
+    return is_gathered(-(-largest // shape.tp), shape.expert_ranks)
 
 
 def divisors(number: int) -> list[int]:

@@ -143,6 +143,9 @@ class _Rollout:
             spent += 2 * work.num_layers * self.links.all_reduce(sequences * work.hidden * CACHE_BYTES, group)
         if rollout.has_expert_parallel and work.num_moe:
             group = consecutive_group(rollout.expert_ranks, self.device.domain_devices)
+            tokens = sequences * rollout.dp
+            if rollout.dp > 1 and tokens <= rollout.most_gathered:
+                return spent + 2 * work.num_moe * self.links.gather(tokens * work.hidden * CACHE_BYTES, group)
             sent = sequences / rollout.tp * work.topk * work.hidden * CACHE_BYTES
             spent += 2 * work.num_moe * self.links.all_to_all(sent, group)
         return spent

@@ -12,6 +12,7 @@ from tools.plan.timing.lengths import DEFAULT_SPREAD, LengthDistribution, length
 from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.config.schedule import SCHEDULES
 from verl.workers.config import RolloutConfig
+from vllm.ops.cuda.exchange import MOST_GATHERED_TOKENS
 
 # What an engine may lack that the fastest published one on an NPU had; constants.toml: what each costs a decode step.
 DECODE_FEATURES = ("multistream", "reduce_scatter", "kv_nz", "no_transpose")
@@ -87,6 +88,7 @@ class RolloutShape:
     graph_sizes: tuple[int, ...] = ()  # for these numbers of sequences; empty = powers of two
     host_sync: bool = False  # replicas agree on each step through host memory (gloo) instead of their devices
     lacks: tuple[str, ...] = ()  # of ``DECODE_FEATURES``
+    most_gathered: int = 0  # tokens of an engine up to which every rank gets all of them; more go to their experts
     has_whole_shared: bool = False  # every rank reads the shared experts whole, else its part of their width
 
     @property
@@ -217,6 +219,7 @@ class RunShape:
                 has_graphs=not rollout.enforce_eager,
                 graph_sizes=_graph_sizes(rollout, trainer.device),
                 lacks=_lacking(rollout),
+                most_gathered=MOST_GATHERED_TOKENS if trainer.device == "cuda" else 0,
                 has_whole_shared=rollout.use_sequence_parallel_moe,
             ),
             has_reference=config.use_reference_policy,

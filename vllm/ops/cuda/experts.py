@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm.distributed.parallel_state import GroupCoordinator
+from vllm.ops.cuda.exchange import exchanged_experts
 from vllm.ops.cuda.launch import Launch, tile_for
 from vllm.ops.cuda.rows import RowOps
-from vllm.ops.reference_moe import all_to_all_experts
 
 _GROUPED_MM_STEP = 8  # sizes that are 16 bytes of bfloat16
 _MOST_CHOICES = 1 << 15  # at a time: each is a row of x and of two products, whoever holds its expert
@@ -139,4 +139,4 @@ class ExpertOps:
         num_active: int,
         group: GroupCoordinator,
     ) -> Tensor:
-        return all_to_all_experts(x_TH, w13_E2FH, w2_EHF, weights_TK, ids_TK, num_active, group, self.fused_experts)
+        return exchanged_experts(x_TH, w13_E2FH, w2_EHF, weights_TK, ids_TK, num_active, group, self.fused_experts)

@@ -21,7 +21,7 @@ _TORCH = {
     "linear": "native (torch)",
     "head_linear": "native (torch)",
     "fused_experts": "native (torch's grouped_mm and kernels)",
-    "exchanged_experts": "native experts, reference exchange",
+    "exchanged_experts": "native experts, torch's collectives",
     "sample": "native without filters, reference with them",
 }
 
@@ -68,5 +68,5 @@ def cuda_table(launch: Launch = launch) -> RolloutOps:
         exchanged_experts=experts.exchanged_experts,
         sample=rows.sample,
         implementations=dict.fromkeys(native, "native") | _TORCH,
-        not_capturable=("exchanged_experts",),
+        not_capturable=(),
     )
