@@ -31,7 +31,7 @@ from verl.trainer.config import (
 from verl.trainer.config.fixed_keys import FIXED_KEYS
 from verl.trainer.config.load import _NOT_OF_REFERENCE, known_keys
 from verl.trainer.config.model_keys import _FIELDS as MODEL_KEYS
-from verl.trainer.config.upstream_keys import ASYNC_KEYS, MOVED_KEYS, REPLACED_VALUES
+from verl.trainer.config.upstream_keys import ASYNC_KEYS, MOVED_KEYS, REPLACED_VALUES, REPLACED_WITHOUT_CUDA
 from verl.workers.config import overrides
 from verl.workers.config.values import Section
 from vllm.engine.arg_utils import EngineArgs
@@ -210,9 +210,11 @@ def test_every_key_that_has_another_place_arrives_there() -> None:
     assert moved.actor_rollout_ref.actor.megatron.swap_optimizer
     assert moved.actor_rollout_ref.actor.load_weight and not moved.actor_rollout_ref.ref.megatron.load_weight
     assert set(MOVED_KEYS.values()) <= known_keys().keys()
-    for key, values in REPLACED_VALUES.items():
+    for key, values in (REPLACED_VALUES | REPLACED_WITHOUT_CUDA).items():
         for value, (_, reason) in values.items():
             assert _taken(f"+{key}={value}")[key] == reason
+            with_cuda = _taken(f"+{key}={value}", "trainer.device=cuda", "actor_rollout_ref.actor.use_kl_loss=True")
+            assert (key in with_cuda) == (key in REPLACED_VALUES)
     with pytest.raises(ConfigError, match="swap_optimizer is False and .*swap_optimizer is True, which mean the same"):
         load_config([f"+{OVERRIDE}.swap_optimizer=False", f"{ACTOR}.swap_optimizer=True"])
     with pytest.raises(ConfigError, match="the reference starts from the actor's weights"):

@@ -170,7 +170,15 @@ def test_state_on_the_host_and_in_small_dtypes_reaches_the_optimizer() -> None:
         (f"{TRANSFORMER}.moe_z_loss_coeff=[1]", "expected a number, at least 0"),
         (f"{TRANSFORMER}.moe_router_load_balancing_type=sinkhorn", "expected one of aux_loss, seq_aux_loss, none"),
         (f"{TRANSFORMER}.moe_router_dtype=fp16", "expected one of fp32, fp64, bf16"),
-        (f"{TRANSFORMER}.moe_token_dispatcher_type=ring", "expected one of alltoall, allgather"),
+        (f"{TRANSFORMER}.moe_token_dispatcher_type=ring", "expected one of alltoall, allgather, flex"),
+        (
+            f"{TRANSFORMER}.moe_token_dispatcher_type=flex trainer.device=cuda {ENGINE}.dtype=float32",
+            "megatron.dtype is float32; moe_token_dispatcher_type=flex (DeepEP) needs bfloat16",
+        ),
+        (
+            f"{TRANSFORMER}.moe_token_dispatcher_type=flex trainer.device=cuda {ENGINE}.expert_tensor_parallel_size=2",
+            "expert_tensor_parallel_size is 2; moe_token_dispatcher_type=flex (DeepEP) needs 1",
+        ),
         (f"{TRANSFORMER}.mtp_num_layers=2", "mtp_num_layers is 2; config.json says that the checkpoint has"),
         (f"{TRANSFORMER}.noop_layers='a,b'", "expected numbers of layer slots"),
         (f"{TRANSFORMER}.noop_layers=[99]", "must be different numbers in 0.."),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,15 @@ def _config(keys: dict[str, Any]) -> PPOTrainerConfig:
 
 def test_a_complete_run_has_no_problems(keys: dict[str, Any]) -> None:
     assert preflight_problems(_config(keys)) == []
+
+
+@pytest.mark.skipif(find_spec("deep_ep") is not None, reason="DeepEP is installed here")
+def test_a_dispatcher_without_its_package_is_named(keys: dict[str, Any]) -> None:
+    engine = "actor_rollout_ref.actor.megatron"
+    keys |= {"trainer.device": "cuda", f"{engine}.dtype": "bfloat16"}
+    keys[f"+{engine}.override_transformer_config.moe_token_dispatcher_type"] = "flex"
+    (problem,) = preflight_problems(_config(keys))
+    assert "moe_token_dispatcher_type is flex, but deep_ep is not installed here: build DeepEP 1" in problem
 
 
 def test_a_dense_model_that_both_engines_know_has_no_problems(keys: dict[str, Any]) -> None:

@@ -24,7 +24,12 @@ MODEL_OF_CONFIG = {
 BALANCED, WORST = "balanced", "worst"
 EXPERT_LOAD = "actor/expert_load_max"
 # A plan needs no checkpoint, and a recipe's config names none until it is launched.
-READS_NO_WEIGHTS = tuple(f"actor_rollout_ref.{part}.megatron.use_dist_checkpointing=False" for part in ("actor", "ref"))
+_ENGINES = tuple(f"actor_rollout_ref.{part}.megatron" for part in ("actor", "ref"))
+READS_NO_WEIGHTS = tuple(f"{engine}.use_dist_checkpointing=False" for engine in _ENGINES)
+# Kernels of DeepEP, in whose place a plan counts the rows of all-to-alls: a token goes to each of its experts.
+PLANNED_DISPATCHER = tuple(
+    f"++{engine}.override_transformer_config.moe_token_dispatcher_type=alltoall" for engine in _ENGINES
+)
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,10 @@ def planned_run(
         given += [f"trainer.nnodes={nodes}", f"trainer.n_gpus_per_node={device.devices_per_node}"]
     given += ["trainer.hang_timeout_s=0", *READS_NO_WEIGHTS]
     config = load_config(given, config_name=path.stem, config_dir=path.parent)
+    models = config.actor_rollout_ref
+    engines = (models.actor.megatron, models.ref.megatron)
+    if any(x and x.override_transformer_config.get("moe_token_dispatcher_type") == "flex" for x in engines):
+        config = load_config([*given, *PLANNED_DISPATCHER], config_name=path.stem, config_dir=path.parent)
     folder = _model_folder(config, path, model)
     worker = config.actor_rollout_ref
     worker = replace(worker, model=replace(worker.model, path=str(folder)))

@@ -14,6 +14,7 @@ from hf_formats.config import load_hf_config
 from mindspeed_llm.hf_checkpoint import open_hf
 from mindspeed_llm.load_weights import open_shards
 from verl.trainer.config import PPOTrainerConfig
+from verl.trainer.config.checks import missing_dispatcher
 from verl.trainer.config.data import file_list
 from verl.trainer.ppo.checkpointing import checkpoints, resume_problem
 from verl.trainer.ppo.filter_groups import load_filter
@@ -43,6 +44,7 @@ def preflight_problems(config: PPOTrainerConfig, is_valid: bool = True) -> list[
         *plugin_problems(config),
         *_output_problems(config),
         *missing_packages(config.trainer.logger),
+        *missing_dispatcher(config),
     ]
 
 

@@ -85,7 +85,7 @@ class TransformerConfig(ModelParallelConfig):
     moe_router_load_balancing_type: str = "aux_loss"  # or "seq_aux_loss" (each sequence for itself), "none"
     moe_aux_loss_coeff: float = 0.0  # of the load balancing loss
     moe_z_loss_coeff: float | None = None
-    moe_token_dispatcher_type: str = "alltoall"  # or "allgather"
+    moe_token_dispatcher_type: str = "alltoall"  # or "allgather", or "flex" (DeepEP, on NVIDIA devices)
     moe_shared_expert_overlap: bool = False  # compute the shared experts while tokens travel to the routed ones
 
     recompute_granularity: str | None = None  # None, "full" (whole layers) or "selective" (recompute_modules)
@@ -194,12 +194,14 @@ class TransformerConfig(ModelParallelConfig):
         for name, choices in (
             ("moe_router_dtype", (None, "fp32", "fp64", "bf16")),
             ("moe_router_load_balancing_type", ("aux_loss", "seq_aux_loss", "none")),
-            ("moe_token_dispatcher_type", ("alltoall", "allgather")),
+            ("moe_token_dispatcher_type", ("alltoall", "allgather", "flex")),
         ):
             if getattr(self, name) not in choices:
                 found.append(f"{name} is {getattr(self, name)!r}; use one of {', '.join(map(repr, choices))}")
-        if self.moe_shared_expert_overlap and self.moe_token_dispatcher_type != "alltoall":
-            found.append("moe_shared_expert_overlap needs moe_token_dispatcher_type 'alltoall'")
+        if self.moe_shared_expert_overlap and self.moe_token_dispatcher_type == "allgather":
+            found.append("moe_shared_expert_overlap needs moe_token_dispatcher_type 'alltoall' or 'flex'")
+        if self.moe_token_dispatcher_type == "flex" and self.params_dtype != torch.bfloat16:
+            found.append("moe_token_dispatcher_type 'flex' (DeepEP) needs params_dtype bfloat16")
         if self.moe_shared_expert_overlap and not self.moe_shared_expert_intermediate_size:
             found.append("moe_shared_expert_overlap needs shared experts (moe_shared_expert_intermediate_size)")
         for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):

@@ -16,6 +16,7 @@ from recipes.common.launcher.stages import stages
 from recipes.common.recipe import Recipe
 from tools.download import missing_package
 from tools.plan.devices import load_device
+from verl.trainer.config.checks import missing_dispatcher
 from verl.trainer.config.config import PPOTrainerConfig
 from verl.trainer.config.data import file_list
 from verl.trainer.config.validate import validate_config
@@ -67,9 +68,9 @@ def reward_problems(job: Job) -> list[str]:
 
 
 def plugin_problems(job: Job) -> list[str]:
-    """Trackers whose package is missing, and faults of other code of the user's, whose files run here."""
+    """Trackers and a dispatcher without their packages, and faults of the user's other code, whose files run here."""
     config = job.config
-    found = missing_packages(config.trainer.logger)
+    found = [*missing_packages(config.trainer.logger), *missing_dispatcher(config)]
     classes = (config.data.custom_cls.path, config.data.sampler.class_path, config.algorithm.filter_groups.filter_path)
     if not any((*classes, config.actor_rollout_ref.model.external_lib, config.trainer.train_only)):
         return found

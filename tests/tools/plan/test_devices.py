@@ -61,3 +61,12 @@ def test_a_run_on_any_device_is_planned_for_the_one_that_is_asked_about() -> Non
         assert run.config.trainer.device == kind
     run = planned_run("gsm8k", ("trainer.device=npu",), load_device("h100"), nodes=None, model="qwen3_0.6b")
     assert run.config.trainer.device == "npu"
+
+
+def test_a_dispatcher_of_kernels_is_planned_as_all_to_all() -> None:
+    given = "actor_rollout_ref.actor.megatron.override_transformer_config.moe_token_dispatcher_type=flex"
+    run = planned_run("deepseek_r1_671b_128gpu", (given,), load_device("h100"), nodes=None, model=None)
+    actor, ref = run.config.actor_rollout_ref.actor.megatron, run.config.actor_rollout_ref.ref.megatron
+    assert ref is not None
+    for engine in (actor, ref):
+        assert engine.override_transformer_config["moe_token_dispatcher_type"] == "alltoall"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from dataclasses import fields
 
@@ -10,6 +11,7 @@ from verl.trainer.config.config import PPOTrainerConfig
 from verl.trainer.config.schedule import AsyncTrainingConfig
 from verl.utils.import_utils import import_external_libs
 from verl.workers.config.actor import PolicyLossConfig
+from verl.workers.config.engine import McoreEngineConfig
 from verl.workers.config.reward_model import RewardModelConfig
 
 
@@ -148,6 +150,39 @@ def exact_problems(config: PPOTrainerConfig) -> list[str]:
             "1.0: training rounds the divided logits"
         )
     return found
+
+
+def dispatcher_problems(config: PPOTrainerConfig) -> list[str]:
+    """What the experts' dispatcher ``flex`` (DeepEP) cannot do of a config; it stays only with trainer.device=cuda."""
+    remedy, found = "moe_token_dispatcher_type=flex (DeepEP) needs", []
+    for where, engine in _flex_engines(config):
+        if engine.dtype != "bfloat16":
+            found.append(f"{where}.dtype is {engine.dtype}; {remedy} bfloat16")
+        if (engine.expert_tensor_parallel_size or 1) > 1:
+            found.append(f"{where}.expert_tensor_parallel_size is {engine.expert_tensor_parallel_size}; {remedy} 1")
+    return found
+
+
+def missing_dispatcher(config: PPOTrainerConfig) -> list[str]:
+    """Whether the dispatcher ``flex`` lacks its package on this machine; imports nothing."""
+    if importlib.util.find_spec("deep_ep") is not None:
+        return []
+    return [
+        f"{where}.override_transformer_config.moe_token_dispatcher_type is flex, but deep_ep is not installed here: "
+        "build DeepEP 1 (github.com/deepseek-ai/DeepEP) on every node, or set alltoall"
+        for where, _ in _flex_engines(config)[:1]
+    ]
+
+
+def _flex_engines(config: PPOTrainerConfig) -> list[tuple[str, McoreEngineConfig]]:
+    """Key and section of each engine whose experts' dispatcher is ``flex``."""
+    models = config.actor_rollout_ref
+    engines = (("actor", models.actor.megatron), ("ref", models.ref.megatron))
+    return [
+        (f"actor_rollout_ref.{role}.megatron", engine)
+        for role, engine in engines
+        if engine is not None and engine.override_transformer_config.get("moe_token_dispatcher_type") == "flex"
+    ]
 
 
 # Estimators that callers with more than a rollout may use, and what a run lacks for them.

@@ -51,7 +51,7 @@ FIXED_KEYS: dict[str, tuple[tuple[Any, ...], str]] = {
     f"{_ENGINE}.use_distributed_optimizer": ((True,), "the optimizer state is always sharded"),
     f"{_OVERRIDE}.moe_grouped_gemm": ((True,), "experts are always grouped"),
     f"{_OVERRIDE}.moe_permutation_async_comm": ((True,), "counts are always exchanged while tokens are sorted"),
-    f"{_OVERRIDE}.moe_enable_deepep": (_FLAG, "tokens travel to their experts by all-to-all, without DeepEP's kernels"),
+    f"{_OVERRIDE}.moe_enable_deepep": (_FLAG, "moe_token_dispatcher_type=flex is DeepEP, and nothing else is"),
     f"{_OVERRIDE}.moe_permute_fusion": (_FLAG, _OPS),
     f"{_OVERRIDE}.use_flash_attn": ((True,), _OPS),
     f"{_OVERRIDE}.attention_backend": (("flash", "fused", "auto"), _OPS),

@@ -23,12 +23,13 @@ REPLACED_VALUES: dict[str, dict[str, tuple[str, str]]] = {
     "actor_rollout_ref.rollout.mode": {
         "async": ("sync", "engines take requests as they have room in every schedule, and no server stands between")
     },
-    **{
-        f"{role}.{_OVERRIDES}.moe_token_dispatcher_type": {
-            "flex": ("alltoall", "flex is DeepEP's dispatcher; the same tokens travel by all-to-all")
-        }
-        for role in (_ACTOR, _REF)
-    },
+}
+# The same, but with trainer.device=cuda, which has what the value names.
+REPLACED_WITHOUT_CUDA: dict[str, dict[str, tuple[str, str]]] = {
+    f"{role}.{_OVERRIDES}.moe_token_dispatcher_type": {
+        "flex": ("alltoall", "DeepEP needs trainer.device=cuda; the same tokens travel by all-to-all")
+    }
+    for role in (_ACTOR, _REF)
 }
 _SCHEDULE, _BATCH, _MINI = "trainer.schedule", "data.train_batch_size", f"{_ACTOR}.ppo_mini_batch_size"
 # Keys of upstream's fully_async_policy that become other keys here.
@@ -49,7 +50,8 @@ def translate_upstream_keys(tree: dict[str, Any]) -> tuple[list[WithoutEffect], 
         value = _pop(tree, old)
         if value is not None:
             problems += _put(tree, new, value, old)
-    for key, values in REPLACED_VALUES.items():
+    is_cuda = value_at(tree, "trainer.device") == "cuda"
+    for key, values in (REPLACED_VALUES | ({} if is_cuda else REPLACED_WITHOUT_CUDA)).items():
         given = value_at(tree, key)
         if isinstance(given, str) and given in values:
             meaning, reason = values[given]

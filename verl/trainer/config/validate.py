@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from pathlib import Path
 
-from verl.trainer.config.checks import exact_problems, registry_problems, schedule_problems
+from verl.trainer.config.checks import dispatcher_problems, exact_problems, registry_problems, schedule_problems
 from verl.trainer.config.config import PPOTrainerConfig
 from verl.trainer.config.model_keys import config_json
 from verl.workers.config.engine import END_STAGES, LAYOUT_KEYS
@@ -29,6 +29,7 @@ def validate_config(config: PPOTrainerConfig) -> list[str]:
         roles["actor_rollout_ref.rollout.profiler"] = models.rollout.profiler
     found += profiling_problems(config.global_profiler, roles, config.trainer.device)
     found += [*schedule_problems(config), *exact_problems(config), *registry_problems(config)]
+    found += dispatcher_problems(config)
     found += _overlong_problems(config)
     if models.actor.takes_rollout_routing and not models.rollout.enable_rollout_routing_replay:
         found.append(

@@ -27,7 +27,8 @@ Attributes:
     moe_router_load_balancing_type: whether that loss balances experts over the micro-batch or over each sequence.
     moe_router_bias_update_rate: change per update of the router's bias of an expert with too few or too many tokens.
     moe_router_dtype: dtype of the router's matmul.
-    moe_token_dispatcher_type: how tokens reach the experts of other ranks.
+    moe_token_dispatcher_type: how tokens reach the experts of other ranks; ``flex`` is DeepEP with trainer.device=cuda,
+        and ``alltoall`` elsewhere.
     moe_shared_expert_overlap: compute the shared experts while tokens travel to the routed ones.
     moe_alltoall_overlap_comm: MindSpeed's name of ``moe_shared_expert_overlap``.
     tp_comm_overlap: on CUDA, multiply parts of tensor parallelism's tokens while others travel between its ranks.
@@ -131,7 +132,7 @@ _FIELDS: dict[str, Values] = {
     "moe_router_load_balancing_type": one_of("aux_loss", "seq_aux_loss", "none"),
     "moe_router_bias_update_rate": _number(0),
     "moe_router_dtype": one_of("fp32", "fp64", "bf16"),
-    "moe_token_dispatcher_type": one_of("alltoall", "allgather"),
+    "moe_token_dispatcher_type": one_of("alltoall", "allgather", "flex"),
     "moe_shared_expert_overlap": _FLAG,
 }
 _RENAMED: dict[str, tuple[str, Values]] = {

@@ -29,7 +29,7 @@ class MoELayer(nn.Module):
         self.router = TopKRouter(config, groups, ops, global_layer)
         self.experts = GroupedMLP(config, groups, ops)
         self.token_dispatcher = make_token_dispatcher(
-            config.moe_token_dispatcher_type, config.num_moe_experts, groups, ops
+            config.moe_token_dispatcher_type, config.num_moe_experts, config.hidden_size, groups, ops
         )
         self.overlaps_shared_experts = config.moe_shared_expert_overlap
         has_shared = bool(config.moe_shared_expert_intermediate_size)

@@ -15,6 +15,7 @@ from megatron.core.ops import TrainOps
 from megatron.core.parallel_state import ProcessGroups
 from megatron.core.tensor_parallel import collectives
 from megatron.core.tensor_parallel.mappings import Exchange
+from megatron.core.transformer.moe.deep_ep_dispatcher import DeepEPTokenDispatcher
 from megatron.core.transformer.moe.expert_load import ExpertLoad
 from megatron.core.transformer.moe.uneven_rows import gather_rows, reduce_scatter_rows
 from megatron.core.utils import async_h2d
@@ -194,11 +195,15 @@ class _AllGatherDispatch:
         return reduce_scatter_rows(self.rows, self.group, self.sizes)
 
 
-def make_token_dispatcher(kind: str, num_experts: int, groups: ProcessGroups, ops: TrainOps) -> MoETokenDispatcher:
-    """The dispatcher that ``moe_token_dispatcher_type`` names."""
+def make_token_dispatcher(
+    kind: str, num_experts: int, hidden_size: int, groups: ProcessGroups, ops: TrainOps
+) -> MoETokenDispatcher:
+    """The dispatcher that ``moe_token_dispatcher_type`` names; all are one where all experts are here."""
     if kind == "allgather":
         return MoEAllGatherTokenDispatcher(num_experts, groups)
-    assert kind == "alltoall", kind
+    if kind == "flex" and groups.etp_ep.size() > 1:
+        return DeepEPTokenDispatcher(num_experts, hidden_size, groups)
+    assert kind in ("alltoall", "flex"), kind
     return MoEAlltoAllTokenDispatcher(num_experts, groups, ops)
 
 

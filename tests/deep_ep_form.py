@@ -1,0 +1,139 @@
+"""DeepEP's Python interface in plain torch over gloo, for machines without NVIDIA devices.
+
+Names, arguments, shapes and meanings are those that DeepEP 1 documents of `deep_ep.Buffer` (its README, and docstrings
+of deep_ep/buffer.py at github.com/deepseek-ai/DeepEP). float32 is taken beside bfloat16, so that results can be
+compared closely. What an unfinished call returns holds nothing until its event has been waited for.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@contextmanager
+def deep_ep_installed() -> Iterator[None]:
+    """Inside, `import deep_ep` imports this module."""
+    sys.modules["deep_ep"] = sys.modules[__name__]
+    try:
+        yield
+    finally:
+        del sys.modules["deep_ep"]
+
+
+class Config:
+    """Sizes of a buffer."""
+
+    def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        return hidden_bytes * num_ranks
+
+    def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        return 0
+
+
+class EventOverlap:
+    """What a call's results wait for: `late` are (result, value)."""
+
+    def __init__(self, late: list[tuple[Tensor, Tensor]]) -> None:
+        self.late = late
+
+    def current_stream_wait(self) -> None:
+        for result, value in self.late:
+            result.copy_(value)
+
+
+def _arriving(is_async: bool, *values: Tensor) -> tuple[list[Tensor], EventOverlap]:
+    if not is_async:
+        return list(values), EventOverlap([])
+    results = [torch.full_like(value, float("nan") if value.is_floating_point() else 1 << 20) for value in values]
+    return results, EventOverlap(list(zip(results, values, strict=True)))
+
+
+class Buffer:
+    """The normal mode: `dispatch` sends a token once to each rank that has some of its experts."""
+
+    def __init__(self, group: dist.ProcessGroup, num_nvl_bytes: int = 0, num_rdma_bytes: int = 0) -> None:
+        assert num_nvl_bytes > 0 and group.size() in (2, 4, 8), "a default configuration exists for these sizes"
+        self.group, self.rank, self.group_size = group, group.rank(), group.size()
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        return Config()
+
+    get_combine_config = get_dispatch_config
+
+    def get_dispatch_layout(self, topk_idx: Tensor, num_experts: int, **_: Any) -> tuple[Any, ...]:
+        """Tokens to each rank, None (one node), tokens to each expert, bool [tokens, ranks], event."""
+        assert topk_idx.dtype is torch.int64 and topk_idx.is_contiguous()
+        num_local = num_experts // self.group_size
+        is_sent = torch.zeros(len(topk_idx), self.group_size, dtype=torch.bool)
+        is_sent.scatter_(1, topk_idx // num_local, True)
+        per_expert = torch.bincount(topk_idx.flatten(), minlength=num_experts).int()
+        return is_sent.sum(0).int(), None, per_expert, is_sent, EventOverlap([])
+
+    def dispatch(
+        self,
+        x: Tensor,
+        handle: Any = None,
+        num_tokens_per_rank: Tensor | None = None,
+        num_tokens_per_rdma_rank: Tensor | None = None,
+        is_token_in_rank: Tensor | None = None,
+        num_tokens_per_expert: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        async_finish: bool = False,
+    ) -> tuple[Any, ...]:
+        """(x, experts, weights, rows of each expert, handle, event); with a handle x alone travels, the same way."""
+        assert x.is_contiguous() and x.dim() == 2
+        if handle is not None:
+            assert topk_idx is None and topk_weights is None
+            (received,), event = _arriving(async_finish, self._gathered(x, handle))
+            return received, None, None, [], None, event
+        assert topk_idx is not None and topk_weights is not None and is_token_in_rank is not None
+        assert num_tokens_per_rank is not None and num_tokens_per_rdma_rank is None
+        assert num_tokens_per_expert is not None and topk_weights.dtype is torch.float32
+        handle = self._everyones(is_token_in_rank)
+        num_local = len(num_tokens_per_expert) // self.group_size
+        local = self._gathered(topk_idx, handle) - self.rank * num_local
+        is_here = (local >= 0) & (local < num_local)
+        local = local.masked_fill(~is_here, -1)
+        weights = self._gathered(topk_weights, handle).masked_fill(~is_here, 0)
+        counts = torch.bincount(local[is_here], minlength=num_local).tolist()
+        (x, local, weights), event = _arriving(async_finish, self._gathered(x, handle), local, weights)
+        return x, local, weights, counts, handle, event
+
+    def combine(
+        self, x: Tensor, handle: Any, topk_weights: Tensor | None = None, async_finish: bool = False
+    ) -> tuple[Any, ...]:
+        """(x, weights, event): sums over the ranks that got the token, without weights."""
+        assert x.is_contiguous()
+        summed = self._summed(x, handle)
+        if topk_weights is None:
+            (summed,), event = _arriving(async_finish, summed)
+            return summed, None, event
+        (summed, weights), event = _arriving(async_finish, summed, self._summed(topk_weights, handle))
+        return summed, weights, event
+
+    def _everyones(self, x: Tensor) -> list[Tensor]:
+        parts: list[Any] = [None] * self.group_size
+        dist.all_gather_object(parts, x.detach(), group=self.group)
+        return parts
+
+    def _gathered(self, x: Tensor, handle: list[Tensor]) -> Tensor:
+        """The rows of all ranks that are sent here."""
+        parts = zip(self._everyones(x), handle, strict=True)
+        return torch.cat([part[is_sent[:, self.rank]] for part, is_sent in parts])
+
+    def _summed(self, x: Tensor, handle: list[Tensor]) -> Tensor:
+        is_sent = handle[self.rank]
+        total = torch.zeros(len(is_sent), x.shape[1])
+        for rank, rows in enumerate(self._everyones(x)):
+            first = sum(int(other[:, rank].sum()) for other in handle[: self.rank])
+            total[is_sent[:, rank]] += rows[first : first + int(is_sent[:, rank].sum())].float()
+        return total.to(x.dtype)
