@@ -6,7 +6,8 @@ usage() {
     cat <<'TEXT'
 usage: tools/setup_env.sh [base|dev|simulator|command]
 
-  base       what a run needs (default); torch_npu is added on a machine that has NPUs
+  base       what a run needs (default); torch_npu is added on a machine that has NPUs, and on one with an NVIDIA driver
+             torch is its build for CUDA (requirements/cuda.txt)
   dev        base, and what the tests and checks need
   simulator  a second environment over the dev one, with torch_npu, for tests/npu on a machine without NPUs
   command    no packages: only the command `vllm` of an environment that is there (base and dev make it too)
@@ -63,6 +64,10 @@ has_npu() {
     compgen -G "/dev/davinci[0-9]*" >/dev/null || command -v npu-smi >/dev/null 2>&1
 }
 
+has_gpu() {
+    compgen -G "/dev/nvidia[0-9]*" >/dev/null || command -v nvidia-smi >/dev/null 2>&1
+}
+
 check_venv_dir() { # NAME FOLDER
     if [ -e "$2" ] && [ ! -e "$2/pyvenv.cfg" ] && [ -n "$(ls -A "$2" 2>/dev/null)" ]; then
         die "$1=$2 exists and is not a virtual environment: name another folder, or empty it"
@@ -100,6 +105,7 @@ fingerprint() {
     {
         "$PYTHON_FOUND" -c 'import sys; print(sys.version, sys.base_prefix)'
         echo "$WITH_NPU"
+        [ "$WITH_GPU" = no ] || echo "with CUDA"
         cat "$REQUIREMENTS"/*.txt
         [ "$STACK" = cann92 ] || cat "$ROOT/requirements/dev.txt"
     } | "$PYTHON_FOUND" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
@@ -131,14 +137,22 @@ make_venv() {
 install_packages() {
     local files=(-r "$REQUIREMENTS/base.txt")
     [ "$LAYER" = base ] || files+=(-r "$ROOT/requirements/$LAYER.txt")
-    [ "$WITH_NPU" = no ] || files+=(-r "$REQUIREMENTS/npu.txt")
-    say "installing the $LAYER layer of $STACK$([ "$WITH_NPU" = no ] || echo ' and torch_npu') (a few minutes the first time; log: $VENV_DIR/install.log)"
+    local added=""
+    [ "$WITH_NPU" = no ] || files+=(-r "$REQUIREMENTS/npu.txt") added=" and torch_npu"
+    [ "$WITH_GPU" = no ] || files+=(-r "$REQUIREMENTS/cuda.txt") added=" with CUDA"
+    say "installing the $LAYER layer of $STACK$added (a few minutes the first time; log: $VENV_DIR/install.log)"
     # The pinned torch rides in the same command as everything else, so no other build can be drawn in by a dependency.
     if ! "$VENV_DIR/bin/python" -m pip install --no-input --disable-pip-version-check --progress-bar off \
         -c "$REQUIREMENTS/constraints.txt" "${files[@]}" >"$VENV_DIR/install.log" 2>&1; then
         tail -n 25 "$VENV_DIR/install.log" >&2
         die "pip could not install the packages (the lines above are the end of $VENV_DIR/install.log): check the network and the disk, then run this again"
     fi
+}
+
+# Not every index has the same build under a version: that for aarch64 may be without CUDA.
+check_cuda() {
+    [ "$WITH_GPU" = no ] || "$VENV_DIR/bin/python" -c 'import torch; raise SystemExit(torch.version.cuda is None)' ||
+        die "this machine has an NVIDIA driver, and the torch that pip installed is built without CUDA: put PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu130 before the command"
 }
 
 # `vllm` runs the engine of this checkout from any directory. The file is the same on every run, and written only when it differs.
@@ -181,6 +195,10 @@ fi
 PYTHON_FOUND="$(find_python)"
 WITH_NPU=no
 if has_npu; then WITH_NPU=yes; fi
+WITH_GPU=no
+if has_gpu && [ "$WITH_NPU" = no ]; then
+    if [ "$STACK" = cann92 ]; then WITH_GPU=yes; else say "the NVIDIA driver of this machine is not used: STACK=$STACK is for NPUs"; fi
+fi
 WANTED="$(fingerprint)"
 
 if is_current; then
@@ -205,6 +223,7 @@ make_venv
 rm -f "$VENV_DIR"/.stamp-*
 echo "$STACK" >"$VENV_DIR/.stack"
 install_packages
+check_cuda
 make_command
 for layer in base "$LAYER"; do
     echo "$WANTED" >"$VENV_DIR/.stamp-$layer.tmp"

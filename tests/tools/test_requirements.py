@@ -45,3 +45,11 @@ def test_constraints_hold_every_pin(stack: Stack) -> None:
     for file in (folder / "base.txt", folder / "npu.txt", ROOT / "requirements/dev.txt"):
         pins = {name: version for name, version in pinned(file).items() if not name.startswith("torch")}
         assert pins.items() <= constraints.items(), file
+
+
+def test_a_gpu_gets_the_torch_of_every_other_run_and_never_its_cpu_build() -> None:
+    folder = ROOT / "requirements"
+    pins, text = pinned(folder / "cuda.txt"), (folder / "cuda.txt").read_text(encoding="utf-8")
+    torch = pins.pop("torch")
+    assert torch == pinned(folder / "base.txt")["torch"] and f"\ntorch=={torch},!={torch}+cpu\n" in text
+    assert pins.items() <= pinned(folder / "constraints.txt").items()

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,12 +23,24 @@ def repo(tmp_path: Path) -> Path:
     (tmp_path / "tools").mkdir()
     shutil.copy(ROOT / "tools/setup_env.sh", tmp_path / "tools")
     (tmp_path / "requirements").mkdir()
-    for layer in ("base", "dev", "npu", "constraints"):
+    for layer in ("base", "dev", "npu", "cuda", "constraints"):
         (tmp_path / f"requirements/{layer}.txt").write_text("# nothing\n", encoding="utf-8")
     (tmp_path / "requirements/cann82").mkdir()
     for layer in ("base", "npu", "constraints"):
         (tmp_path / f"requirements/cann82/{layer}.txt").write_text("# nothing\n", encoding="utf-8")
     return tmp_path
+
+
+def wheel_of_torch(folder: Path, cuda: str | None) -> Path:
+    """A wheel whose torch knows nothing but the CUDA that it was built for."""
+    folder.mkdir()
+    path, info = folder / "torch-2.13.0-py3-none-any.whl", "torch-2.13.0.dist-info"
+    with zipfile.ZipFile(path, "w") as wheel:
+        wheel.writestr("torch/__init__.py", f"class version: cuda = {cuda!r}\n")
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    return path
 
 
 def setup(repo: Path, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -105,6 +118,27 @@ def test_an_environment_keeps_the_stack_that_it_was_asked_for(repo: Path) -> Non
     (repo / "requirements/dev.txt").write_text("# another pin\n", encoding="utf-8")
     assert "installing the base layer of cann82" in setup(repo, STACK="cann82").stderr
     assert "expected cann92 or cann82" in setup(repo, STACK="cann81").stderr
+
+
+@pytest.mark.slow
+def test_a_machine_with_an_nvidia_driver_gets_torch_for_cuda_and_no_other(repo: Path) -> None:
+    if list(Path("/dev").glob("davinci[0-9]*")):
+        pytest.skip("this machine has NPUs")
+    (repo / "bin").mkdir()
+    (repo / "bin/nvidia-smi").write_text("#!/bin/sh\n", encoding="utf-8")
+    (repo / "bin/nvidia-smi").chmod(0o755)
+    path = f"{repo / 'bin'}:{os.environ['PATH']}"
+    pin = repo / "requirements/cuda.txt"
+    pin.write_text(f"{wheel_of_torch(repo / 'cpu', None)}\n", encoding="utf-8")
+    without = setup(repo, PATH=path)
+    assert without.returncode == 1 and "built without CUDA: put PIP_EXTRA_INDEX_URL=" in without.stderr
+    pin.write_text(f"{wheel_of_torch(repo / 'cuda', '13.0')}\n", encoding="utf-8")
+    made = setup(repo, PATH=path)
+    assert made.returncode == 0 and "installing the base layer of cann92 with CUDA" in made.stderr, made.stderr
+    assert "is up to date" in setup(repo, PATH=path).stderr
+    if sys.version_info[:2] == (3, 11):
+        other = setup(repo, PATH=path, STACK="cann82", VENV_DIR=str(repo / "older"))
+        assert other.returncode == 0 and "is not used: STACK=cann82 is for NPUs" in other.stderr
 
 
 def test_wrong_use_is_a_clear_error(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
