@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 import tools.doctor
-from tools.doctor import ascend, host, links
+from tools.doctor import ascend, host, links, nvidia, nvidia_smi
 from tools.doctor.devices import devices
 from tools.doctor.finding import ROOT, Finding, Options, load_table, needs_of_config
 
@@ -37,7 +37,8 @@ def main() -> None:
         try:
             findings = die.examine()
         except (ValueError, ImportError) as error:  # no torch_npu, no CANN under it, or no die
-            parser.error(f"--die: {error}")
+            on_gpus = f"; on GPUs run {nvidia.GPU_DAY}" if nvidia_smi.is_present() else ""
+            parser.error(f"--die: {error}{on_gpus}")
         has_problem = print_table(findings)
         print(die.verdict(has_problem))
     else:
@@ -64,6 +65,7 @@ def examine(options: Options) -> list[Finding]:
         *host.python(),
         *host.packages(),
         *ascend.findings(),
+        *nvidia.findings(needs),
         devices(needs),
         *host.memory(needs),
         *host.disk(options.output_dir, needs),

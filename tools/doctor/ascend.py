@@ -21,7 +21,7 @@ def findings() -> Iterator[Finding]:
     found = dies()
     torch_npu = version_of("torch-npu")
     if not found:
-        yield Finding("NPUs", "none: runs use the CPU")
+        yield Finding("NPUs", "none: runs use GPUs, or the CPU")
         if torch_npu:
             yield Finding("torch_npu", torch_npu)
         return

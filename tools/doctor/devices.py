@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-
-from tools.doctor import ascend
+from tools.doctor import ascend, nvidia_smi
 from tools.doctor.finding import Finding, JobNeeds
 
 
@@ -26,10 +23,7 @@ def devices(needs: JobNeeds) -> Finding:
 
 def _num_gpus() -> int:
     """GPUs that the driver's own tool lists; 0 without it."""
-    if shutil.which("nvidia-smi") is None:
-        return 0
     try:
-        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
-    except subprocess.TimeoutExpired:
+        return len(nvidia_smi.query_gpus())
+    except nvidia_smi.SmiError:
         return 0
-    return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
