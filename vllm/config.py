@@ -113,6 +113,18 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
+class WeightTransferConfig:
+    """How a trainer in another process sends weights; "ipc", on the same device, is the only backend."""
+
+    backend: str = "nccl"  # vLLM's default, which is refused
+
+    def problems(self) -> list[str]:
+        if self.backend == "ipc":
+            return []
+        return [f"weight_transfer_config: backend={self.backend!r} is not supported, expected 'ipc'"]
+
+
+@dataclass(frozen=True)
 class VllmConfig:
     """Everything an engine is built from."""
 

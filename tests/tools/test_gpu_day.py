@@ -13,8 +13,10 @@ import pytest
 import torch.nn.functional as F
 
 from tests.pages import ROOT
+from tools.bench.models import CHECKPOINTS
 from tools.gpu_day.parts import PARTS
 from tools.gpu_day.rows import Row, Rows, line, page, read_rows
+from tools.gpu_day.transfer import weights_of_another_process
 
 # Only torch, triton, transformers, safetensors and numpy are there, with what they need themselves.
 ABSENT = ("ray", "hydra", "omegaconf", "tensordict", "pyarrow", "pytest", "rich", "tensorboard", "fastapi")
@@ -60,6 +62,13 @@ def test_a_day_without_time_begins_nothing_and_says_so(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines()[-1].startswith(f"{len(PARTS)} rows, 0 wrong")
     assert (tmp_path / "day" / "gpu_day.md").read_text("utf-8").count("not started") == len(PARTS)
+
+
+@pytest.mark.slow
+def test_weights_of_another_process_on_a_cpu(tmp_path: Path) -> None:
+    rows = Rows(tmp_path / "part.json", "rollout model", judges=False)
+    weights_of_another_process(CHECKPOINTS["tiny"], "cpu", rows)
+    assert [(row.is_well, row.note) for row in rows.rows] == [(True, "")]
 
 
 def test_rows_are_kept_one_by_one_and_judged_on_a_gpu_alone(tmp_path: Path) -> None:

@@ -25,8 +25,13 @@ from vllm.entrypoints.chat_utils import resolve_hf_chat_template
 from vllm.transformers_utils.tokenizer import get_tokenizer
 from vllm.utils.network_utils import get_ip, get_open_port
 
-IMPORTED = {  # by lm-evaluation-harness and TRL
+IMPORTED = {  # by lm-evaluation-harness, TRL and trainers beside an engine
     "vllm": ("LLM", "SamplingParams", "TokensPrompt", "TextPrompt", "RequestOutput", "EngineArgs"),
+    "vllm.config": ("WeightTransferConfig",),
+    "vllm.distributed.weight_transfer.base": ("WeightTransferInitRequest", "WeightTransferUpdateRequest"),
+    "vllm.distributed.weight_transfer.ipc_engine": (
+        "IPCTrainerSendWeightsArgs", "IPCWeightTransferEngine", "IPCWeightTransferUpdateInfo",
+    ),
     "vllm.distributed.weight_transfer.nccl_engine": ("NCCLTrainerSendWeightsArgs", "NCCLWeightTransferEngine"),
     "vllm.engine.arg_utils": ("EngineArgs",),
     "vllm.entrypoints.chat_utils": ("resolve_hf_chat_template",),
@@ -35,7 +40,7 @@ IMPORTED = {  # by lm-evaluation-harness and TRL
     "vllm.sampling_params": ("GuidedDecodingParams", "StructuredOutputsParams"),
     "vllm.transformers_utils.tokenizer": ("get_tokenizer",),
     "vllm.utils.network_utils": ("get_ip", "get_open_port"),
-}
+}  # fmt: skip
 CHAT = [{"role": "user", "content": "What is 1 + 2?"}]
 
 

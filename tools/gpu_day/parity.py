@@ -15,6 +15,7 @@ from tests.npu.op_parity import Entry, Maker, assert_same, outcome
 from tools.bench.models import CHECKPOINTS, random_batch
 from tools.gpu_day.engines import ROLLOUT_OPS, TRAIN_OPS, Trainer, generated, new_llm
 from tools.gpu_day.rows import Rows
+from tools.gpu_day.transfer import weights_of_another_process
 from vllm.ops.contract import resolve as resolve_rollout
 from vllm.ops.reference import rollout_ops as reference_rollout_ops
 
@@ -77,6 +78,8 @@ def rollout_models(device: str, rows: Rows) -> None:
             found[enforce_eager] = generated(llm, *work)
             llm.shutdown()
         _same_samples(rows, f"{name}: captured as eager, bf16", found[None], found[True], "bfloat16")
+    if device == "cuda":  # on a CPU tests/tools/test_gpu_day.py runs it: it starts a process
+        weights_of_another_process(_MODELS["MLA and experts"], device, rows)
 
 
 def _compare(

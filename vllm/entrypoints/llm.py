@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor
 
+from vllm.config import WeightTransferConfig
 from vllm.distributed.parallel_state import init_model_parallel
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.client_args import take_client_args
 from vllm.entrypoints.chat_utils import Message, conversation_prompt
@@ -56,6 +59,7 @@ class LLM:
         generation_config: where calls without SamplingParams have theirs from: "auto" (the model's
             generation_config.json), "vllm" (no file) or a directory.
         override_generation_config: values that count before those of the file.
+        weight_transfer_config: "ipc" takes weights from a trainer in another process on the same device.
         tensor_parallel_size, ...: the other fields of `EngineArgs`. Further arguments of vLLM's that mean nothing here
             are listed once in the log, or refused by the feature that is missing (`vllm.engine.client_args`).
     """
@@ -69,6 +73,7 @@ class LLM:
         first_rank: int = 0,
         generation_config: str = "auto",
         override_generation_config: Mapping[str, Any] | None = None,
+        weight_transfer_config: WeightTransferConfig | Mapping[str, Any] | None = None,
         **engine_args: Any,
     ) -> None:
         kept, notes = take_client_args(engine_args)
@@ -88,7 +93,10 @@ class LLM:
         ops = rollout_ops if isinstance(rollout_ops, RolloutOps) else None
         ops = ops or resolve(config.rollout_ops or platform.rollout_ops)
         self.config = platform.with_graphs_decided(config, ops)
+        if isinstance(weight_transfer_config, Mapping):
+            weight_transfer_config = WeightTransferConfig(**weight_transfer_config)
         problems = platform.config_problems(self.config, ops)
+        problems += weight_transfer_config.problems() if weight_transfer_config else []
         if problems:
             raise ValueError("the engine cannot be built:\n" + "\n".join(f"  - {p}" for p in problems))
         self._tokenizer: LazyTokenizer | None = None
@@ -96,7 +104,9 @@ class LLM:
             self._tokenizer = LazyTokenizer(self.config.model.tokenizer)
         logger.info("rollout ops on %s: %s", platform.name, ops.implementations)
         self.parallel = init_model_parallel(self.config.parallel, platform.group_options, platform.has_reduce_scatter)
-        self.core = EngineCore(self.config, self.parallel, platform, ops, platform.device(_local_rank(rank, platform)))
+        own_device = platform.device(_local_rank(rank, platform))
+        self._weight_transfer = IPCWeightTransferEngine(platform, own_device) if weight_transfer_config else None
+        self.core = EngineCore(self.config, self.parallel, platform, ops, own_device)
         self.engine = LLMEngine(self.config, self.core, self._tokenizer)
         self._request_counter = itertools.count()
         self._defaults = sampling_defaults(model, generation_config, override_generation_config)
@@ -213,14 +223,68 @@ class LLM:
         """
         return self.core.idle_worker("load_weights").load_weights(weights)
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int | None = None) -> None:
+    def update_weights(
+        self,
+        weights: Iterable[tuple[str, Tensor]] | WeightTransferUpdateRequest | Mapping[str, Any],
+        version: int | None = None,
+    ) -> None:
         """Replace all weights by the (hf_name, full tensor) pairs of a policy version (None: the next one).
 
         Each tensor is copied as it arrives, so the stream may reuse its buffers. ValueError for a name that is unknown,
         repeated or missing, or a wrong shape; until an update is complete, `generate` raises RuntimeError.
+
+        A request, or a mapping with its "update_info", has handles of a trainer's memory instead
+        (`weight_transfer_config`), which the trainer may change again afterwards; between `start_weight_update` and
+        `finish_weight_update` some of the weights.
         """
+        if isinstance(weights, (WeightTransferUpdateRequest, Mapping)):
+            self._receive_weights(weights, version)
+            return
         self.core.idle_worker("update_weights").update_weights(weights)
         self.core.set_policy_version(version)
+
+    def init_weight_transfer_engine(self, request: WeightTransferInitRequest | Mapping[str, Any] | None = None) -> None:
+        """vLLM's call before the first transfer; the backend "ipc" needs none."""
+        self._transfer_engine()
+
+    def start_weight_update(self, is_checkpoint_format: bool = True) -> None:
+        """Begin an update whose weights come in several `update_weights` calls with handles."""
+        transfer = self._transfer_engine()
+        if not is_checkpoint_format:
+            raise ValueError(
+                "is_checkpoint_format=False: weights have the names and shapes of a Hugging Face checkpoint"
+            )
+        self.core.idle_worker("start_weight_update").start_weight_update()
+        transfer.is_updating = True
+
+    def finish_weight_update(self, weight_version: int | None = None) -> None:
+        """End the update of a policy version (None: the next one); ValueError naming the weights that have not come."""
+        transfer = self._transfer_engine()
+        if not transfer.is_updating:
+            raise RuntimeError("finish_weight_update without start_weight_update")
+        transfer.is_updating = False
+        self.core.idle_worker("finish_weight_update").check_weights_loaded()
+        self.core.set_policy_version(weight_version)
+
+    def _receive_weights(self, request: WeightTransferUpdateRequest | Mapping[str, Any], version: int | None) -> None:
+        transfer, worker = self._transfer_engine(), self.core.idle_worker("update_weights")
+        if isinstance(request, Mapping):
+            request = WeightTransferUpdateRequest(**request)
+        weights = transfer.tensors(request.update_info)
+        try:
+            if transfer.is_updating:
+                worker.load_weights(weights)
+            else:
+                worker.update_weights(weights)
+        finally:
+            self.core.platform.synchronize()  # the copies read the trainer's memory
+        if not transfer.is_updating:
+            self.core.set_policy_version(version)
+
+    def _transfer_engine(self) -> IPCWeightTransferEngine:
+        if self._weight_transfer is None:
+            raise ValueError('no weight transfer: build the LLM with weight_transfer_config={"backend": "ipc"}')
+        return self._weight_transfer
 
     def update_weight_shards(
         self, updates: Iterable[WeightUpdate], version: int | None = None

@@ -36,6 +36,9 @@ class CpuPlatform(Platform):
     def device(self, local_rank: int) -> torch.device:
         return torch.device("cpu")
 
+    def device_uuid(self, device: torch.device) -> str:
+        return "cpu"
+
     def memory(self, device: torch.device) -> DeviceMemory:
         page = os.sysconf("SC_PAGE_SIZE")
         return DeviceMemory(os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page)

@@ -46,6 +46,9 @@ class CudaPlatform(Platform):
     def num_devices(self) -> int:
         return torch.cuda.device_count()
 
+    def device_uuid(self, device: torch.device) -> str:
+        return str(torch.cuda.get_device_properties(device).uuid)
+
     def memory(self, device: torch.device) -> DeviceMemory:
         free, total = torch.cuda.mem_get_info(device)
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -78,6 +78,10 @@ class Platform(ABC):
         """Return how many devices of this host the process may use."""
         return 1
 
+    def device_uuid(self, device: torch.device) -> str | None:
+        """Return what names the device in every process, None where processes cannot open each other's memory of it."""
+        return None
+
     @abstractmethod
     def memory(self, device: torch.device) -> DeviceMemory:
         """Return the memory of `device`; cached blocks of torch's allocator count as free."""

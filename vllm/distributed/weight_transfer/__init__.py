@@ -1,1 +1,1 @@
-"""Names of vLLM's transfer of weights to a server, which this engine does not have."""
+"""Weights from a trainer in another process: vLLM's names. ``ipc`` shares a device's memory; ``nccl`` is not there."""

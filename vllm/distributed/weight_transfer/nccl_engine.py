@@ -26,5 +26,6 @@ class NCCLTrainerSendWeightsArgs:
 
 
 _MISSING = (
-    "sending weights to a server is not supported: keep the engine in the trainer's process (TRL: vllm_mode='colocate')"
+    "sending weights to a server is not supported: keep the engine in the trainer's process (TRL: "
+    "vllm_mode='colocate'), or in another one on the same device (backend 'ipc')"
 )

@@ -42,6 +42,7 @@ SERVER_ONLY: dict[str, ClientArg] = {
     "disable_fastapi_docs": ClientArg(False, "there are no such pages", None, bool),
     "response_role": ClientArg("assistant", "answers come from the assistant"),
     "chat_template_content_format": ClientArg("auto", "templates get contents as text", ("string",)),
+    "weight_transfer_config": ClientArg(None, "the server takes no weights; an LLM of another process does (ipc)"),
     "api_server_count": ClientArg(1, "there is one process", kind=int),
     "config": ClientArg(None, "options come from the command line alone"),
     "uds": ClientArg(None, "the server listens on host and port"),

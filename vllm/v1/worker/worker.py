@@ -91,6 +91,11 @@ class Worker:
         self.names_to_load -= loaded
         return loaded
 
+    def start_weight_update(self) -> None:
+        """Expect every weight, in any number of `load_weights`; until `check_weights_loaded` none counts as loaded."""
+        self._require_weights("start_weight_update")
+        self._count_none_as_loaded()
+
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replace every weight, each once.
 
