@@ -272,10 +272,7 @@ class LLM:
             request = WeightTransferUpdateRequest(**request)
         weights = transfer.tensors(request.update_info)
         try:
-            if transfer.is_updating:
-                worker.load_weights(weights)
-            else:
-                worker.update_weights(weights)
+            (worker.load_weights if transfer.is_updating else worker.update_weights)(weights)
         finally:
             self.core.platform.synchronize()  # the copies read the trainer's memory
         if not transfer.is_updating:
