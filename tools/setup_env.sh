@@ -149,7 +149,7 @@ install_packages() {
     fi
 }
 
-# Not every index has the same build under a version: that for aarch64 may be without CUDA.
+# Not every index has the same build under a version.
 check_cuda() {
     [ "$WITH_GPU" = no ] || "$VENV_DIR/bin/python" -c 'import torch; raise SystemExit(torch.version.cuda is None)' ||
         die "this machine has an NVIDIA driver, and the torch that pip installed is built without CUDA: put PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu130 before the command"
