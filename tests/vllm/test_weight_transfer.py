@@ -34,6 +34,7 @@ from vllm.distributed.weight_transfer.ipc_engine import (
     IPCWeightTransferUpdateInfo,
 )
 from vllm.model_executor.model_loader.digest import differences, digest
+from vllm_ascend.platform import NPUPlatform
 
 IPC = WeightTransferConfig(backend="ipc")
 TIMEOUT_S = 120
@@ -208,3 +209,5 @@ def test_what_there_is_no_transfer_for_is_refused(tmp_path: Path) -> None:
         build(path).init_weight_transfer_engine()
     with pytest.raises(ValueError, match="send_mode='http' is not supported: give a function"):
         IPCTrainerSendWeightsArgs("http")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="processes cannot share memory of npu; use update_weights"):
+        IPCWeightTransferEngine(NPUPlatform(), torch.device("cpu"))
