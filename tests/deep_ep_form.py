@@ -56,10 +56,21 @@ def _arriving(is_async: bool, *values: Tensor) -> tuple[list[Tensor], EventOverl
 
 
 class Buffer:
-    """The normal mode: `dispatch` sends a token once to each rank that has some of its experts."""
+    """In the normal mode `dispatch` sends a token once to each rank that has some of its experts; in the low-latency
+    mode each expert gets it in a slot of its own.
+    """
 
-    def __init__(self, group: dist.ProcessGroup, num_nvl_bytes: int = 0, num_rdma_bytes: int = 0) -> None:
-        assert num_nvl_bytes > 0 and group.size() in (2, 4, 8), "a default configuration exists for these sizes"
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24,
+    ) -> None:
+        assert group.size() in (2, 4, 8), "a default configuration exists for these sizes"
+        assert num_rdma_bytes > 0 if low_latency_mode else num_nvl_bytes > 0
+        self.low_latency_mode = low_latency_mode
         self.group, self.rank, self.group_size = group, group.rank(), group.size()
 
     @staticmethod
@@ -119,6 +130,53 @@ class Buffer:
             return summed, None, event
         (summed, weights), event = _arriving(async_finish, summed, self._summed(topk_weights, handle))
         return summed, weights, event
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        return 2 * num_max_dispatch_tokens_per_rank * hidden * num_experts
+
+    def low_latency_dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        use_fp8: bool = True,
+    ) -> tuple[Any, ...]:
+        """([experts here, tokens of all ranks at most, hidden], int32 [experts here], handle, event, hook). -1 chooses
+        nothing; slots past an expert's number hold anything.
+        """
+        assert self.low_latency_mode and not use_fp8 and x.dtype is torch.bfloat16 and topk_idx.dtype is torch.int64
+        assert len(x) <= num_max_dispatch_tokens_per_rank and x.is_contiguous()
+        num_here = num_experts // self.group_size
+        slots = num_max_dispatch_tokens_per_rank * self.group_size
+        received = torch.full((num_here, slots, x.shape[1]), float("nan"), dtype=x.dtype)
+        counts, sources = torch.zeros(num_here, dtype=torch.int32), []
+        everyones = zip(self._everyones(x), self._everyones(topk_idx), strict=True)
+        for rank, (rows, choices) in enumerate(everyones):
+            for token, choice in (choices // num_here == self.rank).nonzero().tolist():
+                expert = int(choices[token, choice]) % num_here
+                slot = int(counts[expert])
+                received[expert, slot] = rows[token]
+                sources.append((expert, slot, rank, token, choice))
+                counts[expert] += 1
+        return received, counts, sources, EventOverlap([]), None
+
+    def low_latency_combine(
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, handle: list[tuple[int, ...]]
+    ) -> tuple[Any, ...]:
+        """([tokens, hidden], event, hook): each token's results, weighted and added."""
+        assert x.dtype is torch.bfloat16 and x.is_contiguous() and topk_weights.dtype is torch.float32
+        total = torch.zeros(len(topk_idx), x.shape[2])
+        parts: list[Any] = [None] * self.group_size
+        dist.all_gather_object(parts, (x, handle), group=self.group)
+        for rows, sources in parts:
+            for expert, slot, rank, token, choice in sources:
+                if rank == self.rank:
+                    total[token] += topk_weights[token, choice] * rows[expert, slot].float()
+        return total.to(x.dtype), EventOverlap([]), None
 
     def _everyones(self, x: Tensor) -> list[Tensor]:
         parts: list[Any] = [None] * self.group_size

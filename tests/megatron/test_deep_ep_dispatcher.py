@@ -53,8 +53,10 @@ def outcomes(sizes: dict[str, int]) -> list[tuple[str, Tensor, Tensor, float]]:
 
 @pytest.mark.parametrize(
     "sizes",
-    [{"expert_model_parallel_size": 2}, {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 4}],
-    ids=["2 ranks", "4 ranks, TP2"],
+    [
+        pytest.param({"expert_model_parallel_size": 2}, marks=pytest.mark.slow, id="2 ranks"),
+        pytest.param({"tensor_model_parallel_size": 2, "expert_model_parallel_size": 4}, id="4 ranks, TP2"),
+    ],
 )
 def test_flex_is_all_to_all(sizes: dict[str, int]) -> None:
     for found in run_ranks(outcomes, sizes["expert_model_parallel_size"], sizes, timeout_s=60):

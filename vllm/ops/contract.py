@@ -284,6 +284,9 @@ class RolloutOps:
     add_layer: Callable[[Tensor, Callable[[Tensor], Tensor], Tensor], Tensor] = add_layer_at_once
     # problems(config) -> what of a configuration the table's kernels do not take, one sentence each.
     problems: Callable[[VllmConfig], list[str]] = no_problems
+    # connect_exchange(config, group): make what exchanged_experts sends through, before the cache is sized; every rank
+    # of the group calls it once. None: collectives of the group suffice.
+    connect_exchange: Callable[[VllmConfig, GroupCoordinator], None] | None = None
 
     def __post_init__(self) -> None:
         if set(self.implementations) != self.entries():

@@ -1,6 +1,7 @@
-"""The op tables of NVIDIA devices: Triton and torch's own ops, and with a library's decoding."""
+"""The op tables of NVIDIA devices: Triton and torch's own ops, and with a library's decoding or exchange."""
 
+from vllm.ops.cuda.deep_ep import deep_ep_ops
 from vllm.ops.cuda.flash_mla import flash_mla_ops
 from vllm.ops.cuda.table import rollout_ops
 
-__all__ = ["flash_mla_ops", "rollout_ops"]
+__all__ = ["deep_ep_ops", "flash_mla_ops", "rollout_ops"]

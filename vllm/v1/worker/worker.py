@@ -56,6 +56,8 @@ class Worker:
         self.kv_caches: list[KVCache] = []
         self.is_kv_cache_awake = False
         parallel.connect(device)
+        if ops.connect_exchange is not None:
+            ops.connect_exchange(config, parallel.exchange)
         self.num_gpu_blocks = 0  # the scheduler's, counted by the first wake_kv_cache
         self.wake_kv_cache()
         self.graphs: DecodeGraphs | None = None
