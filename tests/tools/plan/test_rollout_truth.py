@@ -59,6 +59,7 @@ SLOW = (
     "ops of a gpu",  # with the experts kept for replay
     "experts kept for replay",  # with the ops of a gpu
     "ops of a gpu, experts by dispatch",
+    "ops of a gpu, tokens shared out",
     "two engines of tp2",  # of dp2
 )
 CASES: dict[str, tuple[int, list[str]]] = {
@@ -75,6 +76,10 @@ CASES: dict[str, tuple[int, list[str]]] = {
     ),
     "ops of a gpu": (2, GPU),
     "ops of a gpu, experts by dispatch": (2, [*GPU, f"{ROLLOUT}.expert_exchange=dispatch"]),
+    "ops of a gpu, tokens shared out": (
+        4,
+        [*GPU, *TP2, f"{ROLLOUT}.expert_exchange=dispatch", f"{ROLLOUT}.use_sequence_parallel_moe=True"],
+    ),
     "weights in fp8": (2, [*TP2, f"{ROLLOUT}.quantization=fp8"]),
     "experts kept for replay": (2, REPLAY),
     "ops of a gpu, experts kept for replay": (2, [*GPU, *REPLAY]),
