@@ -11,7 +11,7 @@ Letters: T tokens of this rank, N those of the group, E experts of this rank, B 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -51,8 +51,8 @@ def capture_problems(config: VllmConfig) -> list[str]:
 
 def exchanged_experts(
     x_TH: Tensor,
-    w13_E2FH: Tensor,
-    w2_EHF: Tensor,
+    w13_E2FH: Any,
+    w2_EHF: Any,
     weights_TK: Tensor,
     ids_TK: Tensor,
     num_active: int,
