@@ -195,3 +195,23 @@ class Buffer:
             first = sum(int(other[:, rank].sum()) for other in handle[: self.rank])
             total[is_sent[:, rank]] += rows[first : first + int(is_sent[:, rank].sum())].float()
         return total.to(x.dtype)
+
+
+class ShapesOnly(Buffer):
+    """For tensors on meta, in the low-latency mode: what arrives has a shape and no values."""
+
+    def low_latency_dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        use_fp8: bool = True,
+    ) -> tuple[Any, ...]:
+        assert topk_idx.device == x.device and len(x) <= num_max_dispatch_tokens_per_rank
+        num_here, slots = num_experts // self.group_size, num_max_dispatch_tokens_per_rank * self.group_size
+        counts = x.new_empty(num_here, dtype=torch.int32)
+        return x.new_empty(num_here, slots, x.shape[1]), counts, None, EventOverlap([]), None
+
+    def low_latency_combine(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, handle: Any) -> tuple[Any, ...]:
+        return x.new_empty(len(topk_idx), x.shape[2]), EventOverlap([]), None

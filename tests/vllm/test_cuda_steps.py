@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("triton", reason="kernels of the CUDA table are written in Triton, which this environment lacks")
 
+from tests import deep_ep_form
 from tests.tiny_models import CONFIGS
 from tests.vllm import flash_mla_form
 from tests.vllm.capturing_platform import DEVICE
@@ -33,6 +34,7 @@ from vllm.model_executor.layers.fused_moe import new_choices_cache
 from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.ops.contract import DecodeMetadata, LogitEdits, SamplingBatch, resolve
 from vllm.ops.cuda import rollout_ops
+from vllm.ops.cuda.deep_ep import with_deep_ep
 from vllm.ops.cuda.flash_mla import flash_mla_table
 from vllm.ops.cuda.launch import find_kernel
 from vllm.ops.cuda.table import cuda_table
@@ -84,12 +86,13 @@ def parallel(request: pytest.FixtureRequest) -> Iterator[ParallelConfig]:
         ("qwen3-moe", FP32, ALONE),
         ("qwen3 tied", BF16, ALONE),
         ("deepseek_v3", BF16, DISPATCH),
+        ("DeepEP", BF16, DISPATCH),
         ("qwen3-moe", FP32, replace(DISPATCH, use_sequence_parallel_moe=True)),
     ],
     indirect=["parallel"],
 )
 def test_a_decode_step_and_sampling_wait_for_nothing(
-    name: str, dtype: torch.dtype, parallel: ParallelConfig, tmp_path: Path
+    name: str, dtype: torch.dtype, parallel: ParallelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The experts' choices are kept."""
     launched: set[str] = set()
@@ -105,6 +108,14 @@ def test_a_decode_step_and_sampling_wait_for_nothing(
         ops, block_size = flash_mla_table(flash_mla_form, launch_nothing), flash_mla_form.BLOCK_SIZE
     (tmp_path / "config.json").write_text(json.dumps(raw))
     hf, device = load_config(str(tmp_path)), torch.device("meta")
+    if name == "DeepEP":
+        monkeypatch.setattr(deep_ep_form, "Buffer", deep_ep_form.ShapesOnly)
+        ops = with_deep_ep(ops)
+        groups = init_model_parallel(parallel)
+        arguments = EngineArgs(str(tmp_path), skip_tokenizer_init=True, tensor_parallel_size=2, max_num_seqs=4)
+        assert ops.connect_exchange is not None
+        with deep_ep_form.deep_ep_installed():
+            ops.connect_exchange(arguments.create_engine_config(1, 4), groups.exchange)
     host_lens, vocabulary = np.array([5, 1, 130]), hf.vocab_size
     torch.set_default_dtype(dtype)
     try:
