@@ -6,33 +6,27 @@ Run as a program: ``python train_engines.py OPTIONS``; see ``engine_server``.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from engine_server import Stopwatch, best_seconds, serve
 from op_profile import OpProfile
-from torch import nn
 
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.ops import resolve
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.parallel_state import initialize_model_parallel
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from mindspeed_llm.model import build_model
-from tools.bench.models import Batch, parsed
+from megatron.core.optimizer import OptimizerConfig
+from tools.bench.models import Batch
+from tools.bench.train_engine import TrainEngine, micro_batches
 
 LEAN_RECOMPUTE = ("layernorm", "moe_act", "mla_up_proj")
 LEARNING_RATE, WEIGHT_DECAY, BETAS = 1e-5, 0.1, (0.9, 0.95)
 
 
-class MegatronEngine:
-    """This repository's engine in one process, with fp32 master weights.
+class MegatronEngine(TrainEngine):
+    """This repository's engine on the host.
 
     ``form`` "": weights in bfloat16, gradients and moments in fp32. "lean": gradients and moments in bfloat16 too (each
     update still runs in fp32), and backward makes norms, activations and up-projections again instead of keeping them.
@@ -40,25 +34,8 @@ class MegatronEngine:
     """
 
     def __init__(self, raw: dict[str, Any], train_ops: str, tokens_per_micro_batch: int, form: str) -> None:
-        if not dist.is_initialized():
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         is_lean = form == "lean"
         self.name = "megatron, fp32" if form == "fp32" else f"megatron, {'bf16' if is_lean else 'fp32'} moments"
-        self.tokens_per_micro_batch = tokens_per_micro_batch
-        self.groups = initialize_model_parallel()
-        ops, hf = resolve(train_ops), parsed(raw)
-        model = build_model(
-            hf,
-            self.groups,
-            ops,
-            params_dtype=torch.float32 if form == "fp32" else torch.bfloat16,
-            calculate_per_token_loss=True,
-            recompute_granularity="selective" if is_lean else None,
-            recompute_modules=LEAN_RECOMPUTE,
-        )
-        model.init_weights(0)
-        ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=not is_lean)
-        self.model = DistributedDataParallel(model.config, ddp_config, model, self.groups)
         moments = torch.bfloat16 if is_lean else torch.float32
         config = OptimizerConfig(
             lr=LEARNING_RATE,
@@ -69,53 +46,28 @@ class MegatronEngine:
             exp_avg_dtype=moments,
             exp_avg_sq_dtype=moments,
         )
-        self.optimizer = get_megatron_optimizer(config, self.model, self.groups, ops)
-
-    def step(self, batch: Batch, is_packed: bool) -> float:
-        """Forward, backward and update on all sequences; returns the mean loss of a token.
-
-        Without packing every micro-batch is padded to its longest sequence.
-        """
-        loss = self._gradients(batch, is_packed)
-        self.optimizer.step()
-        return loss
+        super().__init__(
+            raw,
+            resolve(train_ops),
+            "cpu",
+            torch.float32 if form == "fp32" else torch.bfloat16,
+            config,
+            DistributedDataParallelConfig(grad_reduce_in_fp32=not is_lean),
+            tokens_per_micro_batch,
+            recompute_granularity="selective" if is_lean else None,
+            recompute_modules=LEAN_RECOMPUTE,
+        )
 
     def profile(self, batch: Batch) -> dict[str, Any]:
         """One packed step: its seconds, and what each of its operations took."""
         with OpProfile() as profile:
             profile.watch(self.model.module)
             start = time.perf_counter()
-            self._gradients(batch, is_packed=True)
+            self.gradients(batch)
             profile.phase = "update"
             self.optimizer.step()
             seconds = time.perf_counter() - start
         return {"seconds": seconds, "ops": [asdict(cost) for cost in profile.costs.values()]}
-
-    def _gradients(self, batch: Batch, is_packed: bool) -> float:
-        num_labels = batch.num_tokens - len(batch.sequences)
-        micro_batches = list(_micro_batches(batch, self.tokens_per_micro_batch, is_packed))
-
-        def forward_step(rest: Iterator[list[tuple[int, ...]]], model: nn.Module) -> tuple[torch.Tensor, Callable]:
-            ids_T, positions_T, labels_T, weights_T, packed = _packed(next(rest), is_packed)
-            losses_T = model(ids_T, positions_T, packed, labels_T)
-
-            def loss_func(losses_T: torch.Tensor) -> tuple[torch.Tensor, float]:
-                loss = (losses_T * weights_T).sum() / num_labels
-                return loss, loss.item()
-
-            return losses_T, loss_func
-
-        self.optimizer.zero_grad()
-        losses = get_forward_backward_func(self.groups)(
-            forward_step_func=forward_step,
-            data_iterator=iter(micro_batches),
-            model=self.model,
-            num_microbatches=len(micro_batches),
-            seq_length=self.tokens_per_micro_batch,
-            micro_batch_size=1,
-        )
-        finalize_model_grads(self.model, self.groups)
-        return sum(losses)
 
 
 class TransformersEngine:
@@ -148,7 +100,7 @@ class TransformersEngine:
         assert not is_packed, "transformers is measured on padded batches"
         num_labels = batch.num_tokens - len(batch.sequences)
         total = 0.0
-        for sequences in _micro_batches(batch, self.tokens_per_micro_batch, False):
+        for sequences in micro_batches(batch, self.tokens_per_micro_batch, False):
             longest = max(map(len, sequences))
             ids_BL = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in sequences])
             mask_BL = torch.tensor([[1] * len(ids) + [0] * (longest - len(ids)) for ids in sequences])
@@ -181,36 +133,6 @@ def fastest_variant(raw: dict[str, Any], precision: str, micro_tokens: int) -> t
             engine.step(batch, False)
             seconds[experts, attention] = best_seconds(lambda engine=engine: engine.step(batch, False), 1)
     return min(seconds, key=lambda variant: seconds[variant])
-
-
-def _micro_batches(batch: Batch, max_tokens: int, is_packed: bool) -> Iterator[list[tuple[int, ...]]]:
-    """Sequences in order, as many as fit: by their tokens when packed, by rows of the longest one otherwise."""
-    current: list[tuple[int, ...]] = []
-    for ids in batch.sequences:
-        longest = max(map(len, [*current, ids]))
-        size = sum(map(len, current)) + len(ids) if is_packed else (len(current) + 1) * longest
-        if current and size > max_tokens:
-            yield current
-            current = []
-        current.append(ids)
-    yield current
-
-
-def _packed(
-    sequences: list[tuple[int, ...]], is_packed: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, PackedSeqParams]:
-    """ids, positions, labels, loss weights [T] and bounds; padded rows count as sequences of the longest length."""
-    longest = max(map(len, sequences))
-    lengths = [len(ids) if is_packed else longest for ids in sequences]
-    rows = [[*ids, *[0] * (length - len(ids))] for ids, length in zip(sequences, lengths, strict=True)]
-    ids_T = torch.tensor([token for row in rows for token in row])
-    positions_T = torch.cat([torch.arange(length) for length in lengths])
-    labels_T = torch.tensor([token for row in rows for token in [*row[1:], 0]])
-    weights_T = torch.tensor(
-        [float(i < len(ids) - 1) for ids, length in zip(sequences, lengths, strict=True) for i in range(length)]
-    )
-    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
-    return ids_T, positions_T, labels_T, weights_T, PackedSeqParams(bounds, longest)
 
 
 class TimedEngine:
