@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("triton", reason="kernels of the CUDA table are written in Triton, which this environment lacks")
 
@@ -21,18 +19,15 @@ from tests import deep_ep_form
 from tests.tiny_models import CONFIGS
 from tests.vllm import flash_mla_form
 from tests.vllm.capturing_platform import DEVICE
+from tests.vllm.meta_steps import ALONE, OnlyOnTheDevice, decode_and_sample
 from tests.vllm.test_parity import as_inputs
 from tests.vllm.tiny import TINY, write_checkpoint
-from tools.plan.collectives import describe, done_work, returned
 from tools.plan.world import planned_rank
 from vllm import LLM, SamplingParams
 from vllm.config import ParallelConfig
 from vllm.distributed.parallel_state import init_model_parallel
 from vllm.engine.arg_utils import EngineArgs
-from vllm.forward_context import ForwardContext
-from vllm.model_executor.layers.fused_moe import new_choices_cache
-from vllm.model_executor.models.causal_lm import CausalLM
-from vllm.ops.contract import DecodeMetadata, LogitEdits, SamplingBatch, resolve
+from vllm.ops.contract import RolloutOps, resolve
 from vllm.ops.cuda import rollout_ops
 from vllm.ops.cuda.deep_ep import with_deep_ep
 from vllm.ops.cuda.flash_mla import flash_mla_table
@@ -49,24 +44,6 @@ pytestmark = pytest.mark.needs_torch(
 FP32, BF16 = torch.float32, torch.bfloat16
 
 
-class OnlyOnTheDevice(TorchDispatchMode):
-    """Refuses every operation with a tensor of the host: no copy to it or from it. The device is "meta", whose tensors
-    have no values, so that `item`, `tolist`, `nonzero` and masks as indices are errors too. Nobody is on the other side
-    of a collective; one with split sizes would have had to learn them.
-    """
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function.namespace == "c10d":
-            assert all(x.device.type == "meta" for x in tree_leaves(args) if isinstance(x, Tensor)), function
-            assert describe(function, args).splits is None, "split sizes are values"
-            return returned(function, args, done_work(args))
-        result = function(*args, **(kwargs or {}))
-        tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, Tensor)]
-        assert all(x.device.type == "meta" for x in tensors), f"{function} of a tensor on the host"
-        return result
-
-
-ALONE = ParallelConfig(1, 1, False, 0, 1)
 DISPATCH = ParallelConfig(2, 2, True, 1, 4, expert_exchange="dispatch")
 
 
@@ -94,50 +71,17 @@ def parallel(request: pytest.FixtureRequest) -> Iterator[ParallelConfig]:
 def test_a_decode_step_and_sampling_wait_for_nothing(
     name: str, dtype: torch.dtype, parallel: ParallelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The experts' choices are kept."""
-    launched: set[str] = set()
-
-    def launch_nothing(kernel: str, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-        assert all(x.device.type == "meta" for x in arguments if isinstance(x, Tensor)), kernel
-        launched.add(kernel)
-
-    has_library, ops, block_size = name == "FlashMLA", cuda_table(launch_nothing), 16
+    has_library, table, block_size = name == "FlashMLA", cuda_table, 16
     raw = CONFIGS.get(name, TINY)
     if has_library:
         raw = raw | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
-        ops, block_size = flash_mla_table(flash_mla_form, launch_nothing), flash_mla_form.BLOCK_SIZE
+        table, block_size = partial(flash_mla_table, flash_mla_form), flash_mla_form.BLOCK_SIZE
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    hf, device = load_config(str(tmp_path)), torch.device("meta")
+    hf = load_config(str(tmp_path))
     if name == "DeepEP":
         monkeypatch.setattr(deep_ep_form, "Buffer", deep_ep_form.ShapesOnly)
-        ops = with_deep_ep(ops)
-        groups = init_model_parallel(parallel)
-        arguments = EngineArgs(str(tmp_path), skip_tokenizer_init=True, tensor_parallel_size=2, max_num_seqs=4)
-        assert ops.connect_exchange is not None
-        with deep_ep_form.deep_ep_installed():
-            ops.connect_exchange(arguments.create_engine_config(1, 4), groups.exchange)
-    host_lens, vocabulary = np.array([5, 1, 130]), hf.vocab_size
-    torch.set_default_dtype(dtype)
-    try:
-        with device:
-            model = CausalLM(hf, 160, init_model_parallel(parallel), ops, device)
-            caches = [model.new_kv_cache(30, block_size, dtype, device, "nd") for _ in model.layers]
-            caches += [new_choices_cache(hf, 30, block_size, device)] if hf.n_routed_experts else []
-            longs, ints, floats = torch.zeros(3, dtype=torch.int64), torch.ones(3, dtype=torch.int32), torch.ones(3)
-            decode = DecodeMetadata(host_lens, ints, torch.zeros(3, 10, dtype=torch.int32), block_size)
-            context = ForwardContext(3, 3, longs, longs, decode, None, [3] * parallel.data_parallel_size)
-            noise_keys = torch.zeros(3, 2, dtype=torch.int32), torch.zeros(vocabulary, dtype=torch.int32)
-            plain = SamplingBatch(floats.float(), *noise_keys, None, None, None, has_greedy=True, has_random=True)
-            full = replace(plain, top_k_B=ints, max_top_k=5, top_p_B=floats.float(), min_p_B=floats.float())
-            full = replace(full, edits=LogitEdits(longs, floats, longs, floats, floats), num_top_logprobs=2)
-            full = replace(full, banned_BW=torch.zeros(3, vocabulary, dtype=torch.bool))
-    finally:
-        torch.set_default_dtype(FP32)
-    with OnlyOnTheDevice():
-        logits = model.compute_logits(model(longs, caches, context))
-        for batch in (plain, full):
-            sampled = ops.sample(logits, batch)
-    assert logits.shape == (3, vocabulary) and sampled.token_ids_B.shape == (3,)
+        table = partial(deep_ep_table, str(tmp_path), parallel)
+    launched = decode_and_sample(hf, dtype, table, parallel, block_size)
     attention = {"norm_rope_write_kv", "rotary_interleaved"} if hf.is_mla else {"rope_write_gqa"}
     attention |= set() if has_library else {"decode_attention"}
     experts = set() if name == "qwen3 tied" else {"topk_router", "sum_of_experts"}
@@ -148,6 +92,16 @@ def test_a_decode_step_and_sampling_wait_for_nothing(
         "sample_parts",
         "choose_part",
     }
+
+
+def deep_ep_table(path: str, parallel: ParallelConfig, launch: Callable[..., None]) -> RolloutOps:
+    """The table of a rank whose exchange has its buffer."""
+    ops = with_deep_ep(cuda_table(launch))
+    arguments = EngineArgs(path, skip_tokenizer_init=True, tensor_parallel_size=2, max_num_seqs=4)
+    assert ops.connect_exchange is not None
+    with deep_ep_form.deep_ep_installed():
+        ops.connect_exchange(arguments.create_engine_config(1, 4), init_model_parallel(parallel).exchange)
+    return ops
 
 
 def test_each_way_to_the_host_is_noticed() -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from tools.gpu_day.parts import PARTS, resolved_device
-from tools.gpu_day.rows import Row, line, page, read_rows, save_json, save_text
+from tools.gpu_day.rows import CUT_OFF, NOT_STARTED, Row, line, page, read_rows, save_json, save_text, summary
 
 ROOT = Path(__file__).resolve().parents[2]
 LEAST_S = 5.0  # left of the day, below which no part begins
@@ -32,22 +32,31 @@ def main() -> int:
     end = time.monotonic() + 60 * options.minutes
     device = resolved_device(options.device)
     rows: list[Row] = []
+    took: dict[str, float] = {}
     for name in options.parts:
-        left = end - time.monotonic()
-        if left < LEAST_S:
-            rows.append(Row(name, "not started", note="the day's time was up (--minutes)"))
+        start = time.monotonic()
+        if end - start < LEAST_S:
+            rows.append(Row(name, NOT_STARTED, note="the day's time was up (--minutes)"))
             continue
-        rows += _run(name, device, options.out, min(left, PARTS[name].limit_s))
+        rows += _run(name, device, options.out, min(end - start, PARTS[name].limit_s))
+        took[name] = time.monotonic() - start
+        _save(options.out, device, rows, took)
+    _save(options.out, device, rows, took)
+    print(f"{summary(rows)} {options.out / 'gpu_day.md'}")
+    return int(any(row.is_well is False for row in rows))
+
+
+def _save(out: Path, device: str, rows: list[Row], took: dict[str, float]) -> None:
+    """Both files of the day, after every part: a day that is ended from outside has them too."""
+    seconds = ", ".join(f"{part} {part_s:.0f}" for part, part_s in took.items())
     facts = [
         _device_name(device),
         f"torch {torch.__version__}, Python {platform.python_version()}",
         time.strftime("%Y-%m-%d"),
+        f"{sum(took.values()):.0f} s: {seconds}",
     ]
-    save_json(options.out / "gpu_day.json", {"facts": facts, "rows": [asdict(row) for row in rows]})
-    save_text(options.out / "gpu_day.md", page(rows, facts))
-    wrong = [row for row in rows if row.is_well is False]
-    print(f"{len(rows)} rows, {len(wrong)} wrong: {options.out / 'gpu_day.md'}")
-    return int(bool(wrong))
+    save_json(out / "gpu_day.json", {"facts": facts, "rows": [asdict(row) for row in rows]})
+    save_text(out / "gpu_day.md", page(rows, facts))
 
 
 def _run(name: str, device: str, out: Path, limit_s: float) -> list[Row]:
@@ -60,7 +69,7 @@ def _run(name: str, device: str, out: Path, limit_s: float) -> list[Row]:
         status = subprocess.run(command, cwd=ROOT, env=environment, timeout=limit_s).returncode
         end = None if status == 0 else Row(name, "ended", note=f"exit status {status}, see its output", is_well=False)
     except subprocess.TimeoutExpired:
-        end = Row(name, "cut off", note=f"after {limit_s:.0f} s; the rows before this one are whole")
+        end = Row(name, CUT_OFF, note=f"after {limit_s:.0f} s; the rows before this one are whole")
     if end is not None:
         print(line(end), flush=True)
     return [*read_rows(path), *([end] if end else [])]

@@ -17,12 +17,13 @@ from megatron.core.optimizer import OptimizerConfig
 from tools.bench.train_engine import TrainEngine
 from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
+from vllm.ops.contract import RolloutOps
 
 # CUDA's op tables, on a CPU too: their kernels then run in Triton's interpreter.
 TRAIN_OPS, ROLLOUT_OPS = "megatron.core.ops.cuda:cuda_ops", "vllm.ops.cuda:rollout_ops"
 
 
-def new_llm(raw: dict[str, Any], device: str, provider: str, dtype: str, **arguments: Any) -> LLM:
+def new_llm(raw: dict[str, Any], device: str, provider: str | RolloutOps, dtype: str, **arguments: Any) -> LLM:
     """An engine with random weights of a config.json."""
     with tempfile.TemporaryDirectory(prefix="gpu-day-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(raw), encoding="utf-8")

@@ -21,7 +21,7 @@ from vllm.ops.reference import rollout_ops as reference_rollout_ops
 
 # Cases of caches in an order that only an Ascend kernel reads.
 _ASCENDS_OWN = ("prefill_from_fractals", "decode_from_fractals")
-_MODELS = {
+MODELS = {
     "MLA and experts": CHECKPOINTS["tiny"],
     "grouped queries": CHECKPOINTS["qwen3"]
     | {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -47,7 +47,7 @@ def rollout_ops(device: str, rows: Rows) -> None:
 
 def training_model(device: str, rows: Rows) -> None:
     """Losses of tiny models in fp32, before and after an update."""
-    for name, raw in _MODELS.items():
+    for name, raw in MODELS.items():
         batch = random_batch([40, 7, 25, 1, 30] if device == "cuda" else [9, 1, 4], raw["vocab_size"], 0)
         ours = Trainer(raw, resolve(TRAIN_OPS), device, torch.float32)
         theirs = Trainer(raw, reference_ops(), "cpu", torch.float32)
@@ -60,7 +60,7 @@ def training_model(device: str, rows: Rows) -> None:
 def rollout_models(device: str, rows: Rows) -> None:
     """Tokens and log-probs of tiny models: as the reference's on a CPU, after a sleep, on a GPU captured as eager."""
     work = ((22, 3, 16, 9), 12) if device == "cuda" else ((5, 3), 3)
-    for name, raw in _MODELS.items():
+    for name, raw in MODELS.items():
         reference = new_llm(raw, "cpu", "vllm.ops.reference:rollout_ops", "float32", enforce_eager=True)
         wanted = generated(reference, *work)
         reference.shutdown()

@@ -29,6 +29,8 @@ PARTS = {
     "rollout ops": Part("tools.gpu_day.parity", "rollout_ops", 90),
     "training model": Part("tools.gpu_day.parity", "training_model", 60),
     "rollout model": Part("tools.gpu_day.parity", "rollout_models", 90),
+    "host waits": Part("tools.gpu_day.waits", "host_waits", 60),
+    "grpo step": Part("tools.gpu_day.grpo", "grpo_step", 60),
     "decode": Part("tools.gpu_day.speed", "decode", 120),
     "training": Part("tools.gpu_day.speed", "training", 90),
     "prefill": Part("tools.gpu_day.speed", "prefill", 90),
