@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel, ModelChunks
 from megatron.core.ops import TrainOps
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -55,10 +56,11 @@ class TrainEngine:
     ) -> None:
         self.hf, self.groups = parsed(raw), _groups()
         self.device, self.tokens_per_micro_batch = torch.device(device), tokens_per_micro_batch
-        model = build_model(
-            self.hf, self.groups, ops, params_dtype=params_dtype, calculate_per_token_loss=True, **model_fields
-        ).to(self.device)
-        model.init_weights(0)
+        with self.device:
+            model = build_model(
+                self.hf, self.groups, ops, params_dtype=params_dtype, calculate_per_token_loss=True, **model_fields
+            )
+        _init_weights(model, self.device)
         self.model = DistributedDataParallel(model.config, ddp, model, self.groups)
         self.optimizer = get_megatron_optimizer(optimizer, self.model, self.groups, ops)
         self.grad_norm = 0.0  # before clipping, of the last update
@@ -108,6 +110,22 @@ def _groups() -> ProcessGroups:
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return initialize_model_parallel()
+
+
+@torch.no_grad()
+def _init_weights(model: GPTModel | ModelChunks, device: torch.device) -> None:
+    """The model's own draw, for which a host takes ten seconds a billion; an accelerator's is another of its kind."""
+    if device.type == "cpu":
+        model.init_weights(0)
+        return
+    for name, param in model.named_parameters():
+        if param.ndim == 1:
+            param.fill_(0.0 if name.endswith("bias") else 1.0)  # or a norm
+        else:
+            param.normal_(std=model.config.init_method_std)
+    for name, buffer in model.named_buffers():
+        if name.endswith(("expert_bias", "local_tokens_per_expert")):
+            buffer.zero_()
 
 
 def micro_batch(sequences: list[tuple[int, ...]], device: torch.device, is_packed: bool = True) -> MicroBatch:

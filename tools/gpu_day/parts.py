@@ -34,6 +34,8 @@ PARTS = {
     "decode": Part("tools.gpu_day.speed", "decode", 120),
     "training": Part("tools.gpu_day.speed", "training", 90),
     "prefill": Part("tools.gpu_day.speed", "prefill", 90),
+    "context parallel": Part("tools.gpu_day.context", "context_parallel", 45),
+    "memory": Part("tools.gpu_day.memory", "memory", 60),
     "sleep": Part("tools.gpu_day.speed", "sleep", 60),
 }
 

@@ -68,7 +68,7 @@ class Limits(NamedTuple):
 
 def decode(device: str, rows: Rows) -> None:
     """Decode steps against the time of their bytes, and captured against eager ones."""
-    sizes, limits = _sizes(device), _limits(device, rows)
+    sizes, limits = sizes_of(device), measured_limits(device, rows)
     for name, raw in sizes.models.items():
         step_s = {}
         for is_eager in (None, True):
@@ -84,7 +84,7 @@ def decode(device: str, rows: Rows) -> None:
 
 def prefill(device: str, rows: Rows) -> None:
     """Whole prompts against the products of their tokens."""
-    sizes, limits = _sizes(device), _limits(device, rows)
+    sizes, limits = sizes_of(device), measured_limits(device, rows)
     for name, raw in sizes.models.items():
         llm = _llm(device, raw, len(sizes.prompts), max(sizes.prompts) + 1, None)
         took = min(_seconds(device, partial(_generate, llm, raw, sizes.prompts, 1, seed)) for seed in range(3))
@@ -96,7 +96,7 @@ def prefill(device: str, rows: Rows) -> None:
 
 def training(device: str, rows: Rows) -> None:
     """A packed training step against its products."""
-    sizes, limits = _sizes(device), _limits(device, rows)
+    sizes, limits = sizes_of(device), measured_limits(device, rows)
     trainer = Trainer(sizes.trained, resolve(TRAIN_OPS), device, torch.bfloat16)
     batch = random_batch(list(sizes.lengths), sizes.trained["vocab_size"], 0)
     took = min(_seconds(device, lambda: trainer.step(batch)) for _ in range(3))
@@ -110,7 +110,7 @@ def training(device: str, rows: Rows) -> None:
 
 def sleep(device: str, rows: Rows) -> None:
     """What a sleep frees, by the device's own account, against the engine's report."""
-    sizes, platform = _sizes(device), resolve_platform(device)
+    sizes, platform = sizes_of(device), resolve_platform(device)
     raw = next(iter(sizes.models.values()))
     llm = _llm(device, raw, sizes.batch, max(sizes.prompts) + sizes.steps, None)
     _generate(llm, raw, sizes.prompts[:1], sizes.steps)
@@ -127,11 +127,11 @@ def sleep(device: str, rows: Rows) -> None:
         rows.measured("by the device's account", freed / held, "of weights and cache is free", 0.98)
 
 
-def _sizes(device: str) -> Sizes:
+def sizes_of(device: str) -> Sizes:
     return _GPU if device == "cuda" else _TINY
 
 
-def _limits(device: str, rows: Rows) -> Limits:
+def measured_limits(device: str, rows: Rows) -> Limits:
     """A large copy's bytes, read and written, and a large product's operations, the best of several."""
     scale = 1 if device == "cuda" else 32
     source = torch.ones((1 << 28) // scale**2, device=device)

@@ -30,12 +30,17 @@ def ring_attention(
     group: dist.ProcessGroup,
 ) -> Tensor:
     """q [t, N, Dq] and this rank's own block -> [t, N, Dv]; collective over ``group``, as is the backward."""
-    out: Tensor = _RingAttention.apply(attention, _Ring(group, shard), weight, q, *block)
+    return attend_around(Ring(shard, group), q, block, weight, attention)
+
+
+def attend_around(ring: Ring, q: Tensor, block: Block, weight: Tensor | None, attention: BlockAttention) -> Tensor:
+    """The same with a ring of the caller's, whose ``pass_on`` and ``pass_back`` bring what other ranks have."""
+    out: Tensor = _RingAttention.apply(attention, ring, weight, q, *block)
     return out
 
 
 @dataclass
-class _Arriving:
+class Arriving:
     """Transfers in flight: ``blocks`` are valid after ``wait``; the sent tensors are kept alive until then."""
 
     blocks: list[Block]
@@ -49,11 +54,11 @@ class _Arriving:
 
 
 @dataclass(frozen=True)
-class _Ring:
+class Ring:
     """Who sends what to whom; every rank posts the same transfers in the same steps."""
 
-    group: dist.ProcessGroup
     shard: ContextShard
+    group: dist.ProcessGroup | None = None  # None: a ring that exchanges nothing itself
 
     @property
     def rank(self) -> int:
@@ -67,13 +72,13 @@ class _Ring:
         """Whether this rank has, and needs, both chunks of the block of ``step``."""
         return self.rank + step < self.size
 
-    def pass_on(self, block: Block, step: int) -> _Arriving:
+    def pass_on(self, block: Block, step: int) -> Arriving:
         """Hand on the block of ``step``; what arrives is that of the next step."""
         leaving = block if self.rank > 0 else take_rows(block, self.shard.first_rows)
-        arriving = self._space(block, self.is_whole(step + 1))
+        arriving = self.space(block, self.is_whole(step + 1))
         return self._exchange([(leaving, self.rank - 1)], [(arriving, self.rank + 1)])
 
-    def pass_back(self, grads: Block, step: int) -> _Arriving:
+    def pass_back(self, grads: Block, step: int) -> Arriving:
         """Hand on the gradient of the block of ``step``; what arrives belongs to the block of the next one.
 
         After the last step that is this rank's own. A second block that arrives is the own second chunks' gradient.
@@ -81,17 +86,19 @@ class _Ring:
         leaving, owner = [(grads, self.rank - 1)], step
         if self.rank == 0:
             leaving = [(take_rows(grads, self.shard.first_rows), -1), (take_rows(grads, self.shard.second_rows), owner)]
-        arriving = [(self._space(grads, self.is_whole(step + 1)), self.rank + 1)]
+        arriving = [(self.space(grads, self.is_whole(step + 1)), self.rank + 1)]
         if self.rank == owner:
-            arriving.append((self._space(grads, False), 0))
+            arriving.append((self.space(grads, False), 0))
         return self._exchange(leaving, arriving)
 
-    def _space(self, like: Block, is_whole: bool) -> Block:
+    def space(self, like: Block, is_whole: bool) -> Block:
+        """Memory for a block, or its gradient, with both chunks of every sequence or with the first ones."""
         rows = int(self.shard.local[-1] if is_whole else self.shard.half[-1])
         return tuple(x.new_empty(rows, *x.shape[1:]) for x in like)
 
-    def _exchange(self, leaving: Sequence[tuple[Block, int]], arriving: Sequence[tuple[Block, int]]) -> _Arriving:
+    def _exchange(self, leaving: Sequence[tuple[Block, int]], arriving: Sequence[tuple[Block, int]]) -> Arriving:
         """Post all transfers at once; two ranks post the transfers between them in the same order."""
+        assert self.group is not None, "a ring without a group has a pass_on and a pass_back of its own"
         leaving = [(tuple(x.contiguous() for x in block), peer) for block, peer in leaving]
         transfers: list[dist.P2POp] = []
         for operation, blocks in ((dist.isend, leaving), (dist.irecv, arriving)):
@@ -99,13 +106,13 @@ class _Ring:
                 peer_rank = dist.get_global_rank(self.group, peer % self.size)
                 transfers.extend(dist.P2POp(operation, x, peer_rank, self.group) for x in block)
         works = dist.batch_isend_irecv(transfers)
-        return _Arriving([block for block, _ in arriving], [block for block, _ in leaving], works)
+        return Arriving([block for block, _ in arriving], [block for block, _ in leaving], works)
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, attention: BlockAttention, ring: _Ring, weight: Tensor | None, q: Tensor, *block: Tensor
+        ctx: Any, attention: BlockAttention, ring: Ring, weight: Tensor | None, q: Tensor, *block: Tensor
     ) -> Any:
         shard, second = ring.shard, ring.shard.second_rows
         arriving = ring.pass_on(block, 0)  # overlaps with the attention to this rank's own block
@@ -139,7 +146,7 @@ class _RingAttention(torch.autograd.Function):
         own = attention.backward(queries, block, weight, (shard.local, shard.local), causal=True)
         grad_q, home = widen(own[0]), tuple(widen(x) for x in own[1])
         grad_weight = None if own[2] is None else widen(own[2])
-        returning: _Arriving | None = None
+        returning: Arriving | None = None
         for step in range(1, ring.size):
             (held,) = arriving.wait()
             if step + 1 < ring.size:
