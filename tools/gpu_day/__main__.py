@@ -1,7 +1,7 @@
 """`python -m tools.gpu_day --out DIR [--minutes 9]`: parity, speed and memory of both engines on this machine's GPU.
 
 It needs no network and no Ray: torch, triton, transformers, safetensors and numpy. Parts run in order of worth, each in
-a process of its own and for a time of its own; what a part has found is kept when its time is up. DIR gets a JSON file
+a process of its own until its share of the time is up, and what it has found by then is kept. DIR gets a JSON file
 for each part, ``gpu_day.json`` and ``gpu_day.md``. Without a GPU, or with ``--device cpu``, everything runs at tiny
 sizes on the CPU, kernels in Triton's interpreter, and no figure is judged. Exit status 1: something is wrong.
 """
@@ -19,26 +19,38 @@ from pathlib import Path
 
 import torch
 
-from tools.gpu_day.parts import PARTS, resolved_device
-from tools.gpu_day.rows import CUT_OFF, NOT_STARTED, Row, line, page, read_rows, save_json, save_text, summary
+from tools.gpu_day.parts import PARTS, ends_of_parts, resolved_device
+from tools.gpu_day.rows import (
+    CUT_OFF,
+    ENDED,
+    NOT_STARTED,
+    ROOT,
+    Row,
+    line,
+    page,
+    read_rows,
+    save_json,
+    save_text,
+    summary,
+)
 
-ROOT = Path(__file__).resolve().parents[2]
 LEAST_S = 5.0  # left of the day, below which no part begins
 
 
 def main() -> int:
     options = _options()
     options.out.mkdir(parents=True, exist_ok=True)
-    end = time.monotonic() + 60 * options.minutes
+    begin = time.monotonic()
     device = resolved_device(options.device)
     rows: list[Row] = []
     took: dict[str, float] = {}
-    for name in options.parts:
+    for name, end_s in ends_of_parts(options.parts, 60 * options.minutes).items():
         start = time.monotonic()
-        if end - start < LEAST_S:
-            rows.append(Row(name, NOT_STARTED, note="the day's time was up (--minutes)"))
+        left_s = begin + end_s - start
+        if left_s < LEAST_S:
+            rows.append(Row(name, NOT_STARTED, note="its time was up (--minutes)"))
             continue
-        rows += _run(name, device, options.out, min(end - start, PARTS[name].limit_s))
+        rows += _run(name, device, options.out, left_s)
         took[name] = time.monotonic() - start
         _save(options.out, device, rows, took)
     _save(options.out, device, rows, took)
@@ -65,14 +77,18 @@ def _run(name: str, device: str, out: Path, limit_s: float) -> list[Row]:
     path.unlink(missing_ok=True)
     command = [sys.executable, "-m", "tools.gpu_day.parts", name, "--out", str(path), "--device", device]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
+    end = None
     try:
         status = subprocess.run(command, cwd=ROOT, env=environment, timeout=limit_s).returncode
-        end = None if status == 0 else Row(name, "ended", note=f"exit status {status}, see its output", is_well=False)
+        if status != 0:
+            end = Row(name, ENDED, note=f"exit status {status}", is_well=False)
     except subprocess.TimeoutExpired:
         end = Row(name, CUT_OFF, note=f"after {limit_s:.0f} s; the rows before this one are whole")
-    if end is not None:
-        print(line(end), flush=True)
-    return [*read_rows(path), *([end] if end else [])]
+    found = read_rows(path)
+    if end is None or any(row.name == ENDED for row in found):  # it has told why
+        return found
+    print(line(end), flush=True)
+    return [*found, end]
 
 
 def _device_name(device: str) -> str:

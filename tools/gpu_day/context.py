@@ -137,7 +137,7 @@ def _measure(work: Work, device: str, rows: Rows) -> None:
         rows.measured(name, flops / took[name] / peak_flops, "of the tensor cores' peak", note=note)
     in_plan = planned.meter.peak_bytes
     note = f"{peak.num_bytes / 2**20:.1f} MiB with the blocks of all ranks, {in_plan / 2**20:.1f} in the plan"
-    rows.measured("memory", peak.num_bytes / in_plan, "of the plan", 1 - SHARE, note, most=1 + SHARE)
+    rows.measured("peak memory of a rank", peak.num_bytes / in_plan, "of the plan", 1 - SHARE, note, most=1 + SHARE)
 
 
 def _rank(

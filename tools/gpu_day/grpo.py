@@ -50,7 +50,7 @@ _GPU = {
         deepseek_v3_config(2, **_LAYERS, num_nextn_predict_layers=0, eos_token_id=1), "bfloat16", 8, 8, 256, 128, 0.02
     ),
 }
-_CPU = {"tiny, fp32": Work(_TINY, "float32", 2, 2, 4, 3, 1e-4)}
+_CPU = {"tiny, fp32": Work(_TINY, "float32", 2, 2, 2, 2, 1e-4)}
 
 
 class Samples(NamedTuple):
@@ -103,7 +103,7 @@ class _Step:
         gap = self._compare("its new log-probs are the trainer's, so the weights arrived", again, self._score(again)[0])
         moved = float((self._score(samples)[0] - old_T)[samples.rows_BR].abs().mean())
         note = f"the update moves a token's log-prob by {moved:.1e}, the engines differ by {gap:.1e}"
-        self.rows.holds(f"{self.name}: the update is seen", moved > 5 * gap and again.batch != samples.batch, note)
+        self.rows.holds(f"{self.name}: the update is seen", moved > 5 * gap, note)
         self.llm.shutdown()
 
     def _phase(self, name: str, run: Callable[[], Any]) -> Any:
@@ -172,7 +172,7 @@ class _Step:
         work, device, rows_BR = self.work, self.trainer.device, samples.rows_BR.to(self.trainer.device)
         mask_BR = torch.ones_like(samples.logprobs_BR)
         rewards_BR = torch.zeros_like(mask_BR)
-        rewards_BR[:, -1] = (samples.ids_BR % 2 == 0).float().mean(-1)  # the rule: even tokens
+        rewards_BR[:, -1] = samples.ids_BR.float().mean(-1) / work.raw["vocab_size"]  # the rule: large token ids
         groups = [index // work.num_samples for index in range(len(mask_BR))]
         advantages_BR, _ = compute_grpo_outcome_advantage(rewards_BR, mask_BR, groups)
         old_BR = old_T[samples.rows_BR].to(device)

@@ -14,7 +14,7 @@ from tests.npu import rollout_op_cases, train_op_cases
 from tests.npu.op_parity import Entry, Maker, assert_same, outcome
 from tools.bench.models import CHECKPOINTS, random_batch
 from tools.gpu_day.engines import ROLLOUT_OPS, TRAIN_OPS, Trainer, generated, new_llm
-from tools.gpu_day.rows import Rows
+from tools.gpu_day.rows import Rows, described
 from tools.gpu_day.transfer import weights_of_another_process
 from vllm.ops.contract import resolve as resolve_rollout
 from vllm.ops.reference import rollout_ops as reference_rollout_ops
@@ -79,7 +79,7 @@ def rollout_models(device: str, rows: Rows) -> None:
             llm.shutdown()
         _same_samples(rows, f"{name}: captured as eager, bf16", found[None], found[True], "bfloat16")
     if device == "cuda":  # on a CPU tests/tools/test_gpu_day.py runs it: it starts a process
-        weights_of_another_process(_MODELS["MLA and experts"], device, rows)
+        weights_of_another_process(MODELS["MLA and experts"], device, rows)
 
 
 def _compare(
@@ -105,7 +105,7 @@ def _compare(
                             outcome(ops, call, device), outcome(reference, call, "cpu"), _tolerance(how, dtype, device)
                         )
                     except Exception as error:  # whatever a kernel or its compiler raises is a finding
-                        first = first or f"{case}, {dtype}: {type(error).__name__}: {str(error)[:300]}"
+                        first = first or f"{case}, {dtype}: {described(error)}"
                         count[False] += 1
                     else:
                         count[True] += 1

@@ -5,19 +5,24 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 
 from tests.megatron.flash_attention_form import flash_attention_on_cpu
-from tools.gpu_day.rows import Rows
+from tools.gpu_day.rows import ENDED, Rows, described
 
 
 @dataclass(frozen=True)
 class Part:
-    """``function`` (a name in ``module``) of a device and the part's rows; limit_s: the most that it may take."""
+    """``function`` (a name in ``module``) of a device and the part's rows.
+
+    limit_s: its share of a day, by which the time is divided; what a part leaves over, the ones after it may take.
+    """
 
     module: str
     function: str
@@ -25,19 +30,26 @@ class Part:
 
 
 PARTS = {
-    "training ops": Part("tools.gpu_day.parity", "training_ops", 90),
-    "rollout ops": Part("tools.gpu_day.parity", "rollout_ops", 90),
-    "training model": Part("tools.gpu_day.parity", "training_model", 60),
-    "rollout model": Part("tools.gpu_day.parity", "rollout_models", 90),
-    "host waits": Part("tools.gpu_day.waits", "host_waits", 60),
-    "grpo step": Part("tools.gpu_day.grpo", "grpo_step", 60),
-    "decode": Part("tools.gpu_day.speed", "decode", 120),
-    "training": Part("tools.gpu_day.speed", "training", 90),
-    "prefill": Part("tools.gpu_day.speed", "prefill", 90),
-    "context parallel": Part("tools.gpu_day.context", "context_parallel", 45),
-    "memory": Part("tools.gpu_day.memory", "memory", 60),
-    "sleep": Part("tools.gpu_day.speed", "sleep", 60),
+    "training ops": Part("tools.gpu_day.parity", "training_ops", 80),
+    "rollout ops": Part("tools.gpu_day.parity", "rollout_ops", 60),
+    "training model": Part("tools.gpu_day.parity", "training_model", 30),
+    "rollout model": Part("tools.gpu_day.parity", "rollout_models", 45),
+    "host waits": Part("tools.gpu_day.waits", "host_waits", 35),
+    "grpo step": Part("tools.gpu_day.grpo", "grpo_step", 40),
+    "decode": Part("tools.gpu_day.speed", "decode", 75),
+    "training": Part("tools.gpu_day.speed", "training", 30),
+    "prefill": Part("tools.gpu_day.speed", "prefill", 40),
+    "context parallel": Part("tools.gpu_day.context", "context_parallel", 30),
+    "memory": Part("tools.gpu_day.memory", "memory", 40),
+    "sleep": Part("tools.gpu_day.speed", "sleep", 25),
 }
+
+
+def ends_of_parts(names: Sequence[str], seconds: float) -> dict[str, float]:
+    """When each part of a day of so many seconds must have ended, counted from its beginning."""
+    total = sum(PARTS[name].limit_s for name in names)
+    ends = accumulate(PARTS[name].limit_s / total * seconds for name in names)
+    return dict(zip(names, ends, strict=True))
 
 
 def resolved_device(asked: str | None) -> str:
@@ -58,8 +70,13 @@ def main() -> None:
         os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
     part = PARTS[options.part]
     run = getattr(importlib.import_module(part.module), part.function)
-    with flash_attention_on_cpu() if device == "cpu" else nullcontext():
-        run(device, Rows(options.out, options.part, judges=device == "cuda"))
+    rows = Rows(options.out, options.part, judges=device == "cuda")
+    try:
+        with flash_attention_on_cpu() if device == "cpu" else nullcontext():
+            run(device, rows)
+    except Exception as error:
+        rows.holds(ENDED, False, described(error))
+        raise
 
 
 if __name__ == "__main__":

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-NOT_STARTED, CUT_OFF = "not started", "cut off"  # names of rows about a part
+NOT_STARTED, CUT_OFF, ENDED = "not started", "cut off", "ended"  # names of rows about a part
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,13 @@ class Rows:
 
     def _save(self) -> None:
         save_json(self._path, [asdict(row) for row in self.rows])
+
+
+def described(error: BaseException) -> str:
+    """An error, and the last line of this repository that led to it."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(f"{ROOT}/")]
+    place = f" at {frames[-1].filename.removeprefix(f'{ROOT}/')}:{frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}: {str(error)[:300]}{place}"
 
 
 def read_rows(path: Path) -> list[Row]:

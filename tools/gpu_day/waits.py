@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,14 +15,13 @@ from tests.vllm.meta_steps import decode_and_sample
 from tools.bench.models import parsed
 from tools.gpu_day.engines import ROLLOUT_OPS, drawn, generated, new_llm, prompts
 from tools.gpu_day.parity import MODELS
-from tools.gpu_day.rows import Rows
+from tools.gpu_day.rows import ROOT, Rows, described
 from vllm import LLM
 from vllm.ops.contract import RolloutOps, SampledTokens, SamplingBatch, resolve
 from vllm.ops.cuda.table import cuda_table
 from vllm.transformers_utils.config import HFConfig
 
 _LENGTHS, _STEPS = (22, 3, 16), 4
-_ROOT = Path(__file__).resolve().parents[2]
 _WAIT = "called a synchronizing CUDA operation"  # torch's words of an error and of a warning
 
 
@@ -61,7 +57,7 @@ def _watch_steps(rows: Rows, name: str, llm: LLM, vocab_size: int) -> None:
                 llm.engine.step()
             num_steps += 1
     except RuntimeError as error:  # the engine has dropped its requests
-        wrong = f"{error} at {_place_of(error)}"
+        wrong = described(error)
     graphs = llm.core.worker.graphs
     how = "" if graphs is None else f", graphs of {graphs.captured_sizes}"
     rows.holds(f"{name}: decode steps", not wrong, wrong or f"{num_steps} without a wait{how}")
@@ -87,11 +83,5 @@ def _sync_debug_mode(mode: str) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def _place_of(error: BaseException) -> str:
-    """The last line of this repository that led to it."""
-    frames: list[Any] = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(str(_ROOT))]
-    return f"{_short(frames[-1].filename)}:{frames[-1].lineno}" if frames else "?"
-
-
 def _short(filename: str) -> str:
-    return filename.removeprefix(f"{_ROOT}/")
+    return filename.removeprefix(f"{ROOT}/")
