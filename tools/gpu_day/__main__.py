@@ -85,7 +85,7 @@ def _run(name: str, device: str, out: Path, limit_s: float) -> list[Row]:
     except subprocess.TimeoutExpired:
         end = Row(name, CUT_OFF, note=f"after {limit_s:.0f} s; the rows before this one are whole")
     found = read_rows(path)
-    if end is None or any(row.name == ENDED for row in found):  # it has told why
+    if end is None or any(row.name == ENDED for row in found):  # the part has reported why
         return found
     print(line(end), flush=True)
     return [*found, end]
