@@ -42,12 +42,20 @@ class Work(NamedTuple):
 
 
 _TINY = CHECKPOINTS["tiny"]
-_LAYERS = {"num_hidden_layers": 3, "first_k_dense_replace": 1, "n_routed_experts": 32, "vocab_size": 32768}
-# DeepSeek-V3's layers at half their widths beside the tiny model, which is exact enough to show every mistake.
+_LAYERS = {"num_hidden_layers": 2, "first_k_dense_replace": 1, "n_routed_experts": 16, "vocab_size": 16384}
+_MORE = {"q_lora_rank": 1536, "kv_lora_rank": 512, "num_nextn_predict_layers": 0, "eos_token_id": 1}
+# DeepSeek-V3's layers, of half the widths around its own attention, beside the tiny model, which is exact enough to
+# show every mistake.
 _GPU = {
     "tiny, fp32": Work(_TINY, "float32", 4, 4, 24, 16, 1e-4),
     "DeepSeek-V3's layers, bf16": Work(
-        deepseek_v3_config(2, **_LAYERS, num_nextn_predict_layers=0, eos_token_id=1), "bfloat16", 8, 8, 256, 128, 0.02
+        deepseek_v3_config(2, **_LAYERS, **_MORE),
+        "bfloat16",
+        8,
+        8,
+        256,
+        128,
+        0.02,
     ),
 }
 _CPU = {"tiny, fp32": Work(_TINY, "float32", 2, 2, 2, 2, 1e-4)}

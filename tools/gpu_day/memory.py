@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,11 +30,13 @@ _TOTAL_BYTES = 80 << 30  # of the planned device: the number of cache blocks is 
 
 
 class Peak:
-    """Bytes that are allocated at most since ``restart``, beyond those of the beginning."""
+    """Bytes that are allocated at most since the beginning, or since ``restart``, beyond those of the beginning."""
 
     def __init__(self, device: str) -> None:
+        gc.collect()  # an engine that has gone is in cycles
         self._meter = None if device == "cuda" else MemoryMeter()
         self._before = torch.cuda.memory_allocated() if device == "cuda" else 0
+        self.restart()
 
     @property
     def num_bytes(self) -> int:
