@@ -13,6 +13,7 @@ from megatron.core.ops import TrainOps, reference_ops, resolve
 from tests.npu import rollout_op_cases, train_op_cases
 from tests.npu.op_parity import Entry, Maker, assert_same, outcome
 from tools.bench.models import CHECKPOINTS, random_batch
+from tools.gpu_day import rollout_cases
 from tools.gpu_day.engines import ROLLOUT_OPS, TRAIN_OPS, Trainer, generated, new_llm
 from tools.gpu_day.rows import Rows, described
 from tools.gpu_day.transfer import weights_of_another_process
@@ -38,11 +39,12 @@ def training_ops(device: str, rows: Rows) -> None:
 
 
 def rollout_ops(device: str, rows: Rows) -> None:
-    """Every entry of the rollout table that has cases."""
+    """Every entry of the rollout table."""
     ops = resolve_rollout(ROLLOUT_OPS)
     reference = reference_rollout_ops()
     sizes = rollout_op_cases.TINY if device == "cuda" else {"small heads": rollout_op_cases.SMALL}
-    _compare(ops, reference, rollout_op_cases.CASES, sizes, ops.implementations, device, rows)
+    cases = rollout_op_cases.CASES | rollout_cases.CASES
+    _compare(ops, reference, cases, sizes, ops.implementations, device, rows)
 
 
 def training_model(device: str, rows: Rows) -> None:
@@ -91,6 +93,8 @@ def _compare(
     device: str,
     rows: Rows,
 ) -> None:
+    for entry in sorted(names.keys() - entries.keys()):
+        rows.holds(f"{entry} ({names[entry]})", False, "an entry of the table without a case")
     for entry, how in entries.items():
         count: Counter[bool] = Counter()
         first = ""
