@@ -33,7 +33,7 @@ PARTS = {
     "training ops": Part("tools.gpu_day.parity", "training_ops", 80),
     "rollout ops": Part("tools.gpu_day.parity", "rollout_ops", 60),
     "training model": Part("tools.gpu_day.parity", "training_model", 30),
-    "rollout model": Part("tools.gpu_day.parity", "rollout_models", 45),
+    "rollout model": Part("tools.gpu_day.parity", "rollout_models", 55),
     "host waits": Part("tools.gpu_day.waits", "host_waits", 35),
     "grpo step": Part("tools.gpu_day.grpo", "grpo_step", 40),
     "decode": Part("tools.gpu_day.speed", "decode", 75),
