@@ -1,0 +1,122 @@
+"""FP8 products of the op table of NVIDIA devices against their specification, on a CPU."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("triton", reason="kernels of the CUDA table are written in Triton, which this environment lacks")
+
+from hf_formats.fp8 import BLOCK, FP8_DTYPE, quantize
+from vllm.ops import reference_fp8
+from vllm.ops.cuda.experts import ExpertOps
+from vllm.ops.cuda.fp8 import Fp8Products, fits
+from vllm.ops.cuda.launch import launch
+from vllm.ops.cuda.rows import RowOps
+from vllm.ops.reference_moe import silu_and_mul
+from vllm.ops.weights import BlockScales, Fp8Operand, dense
+
+assert os.environ["TRITON_INTERPRET"] == "1", "tests/conftest.py sets it before anything imports triton"
+
+FP32, BF16 = torch.float32, torch.bfloat16
+TOLERANCE = {FP32: 1e-5, BF16: 1e-2}
+DTYPES = pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+FP8 = Fp8Products(launch)
+
+# Memory that no expert writes holds anything.
+pytestmark = [pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")]
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def held(dtype: torch.dtype, *shape: int, first_row: int = 0) -> Fp8Operand:
+    """A random weight [(E,) O, I] whose rows begin `first_row` inside a block."""
+    *experts, outputs, inputs = shape
+    blocks = [quantize(torch.randn(first_row + outputs, inputs) / inputs**0.5) for _ in range(*experts or (1,))]
+    values = torch.stack([block.weight_OI[first_row:] for block in blocks])
+    scale_inv = torch.stack([block.scale_inv for block in blocks])
+    row_blocks = (first_row + torch.arange(outputs)) // BLOCK
+    if not experts:
+        values, scale_inv = values[0], scale_inv[0]
+    return Fp8Operand(values, BlockScales(scale_inv, row_blocks, None, dtype))
+
+
+def parameter_of(operand: Fp8Operand) -> nn.Parameter:
+    """As a model holds it."""
+    parameter = nn.Parameter(operand.values, requires_grad=False)
+    parameter.block_scales = operand.scales  # type: ignore[attr-defined]
+    return parameter
+
+
+def assert_near(found: Tensor, expected: Tensor, tolerance: float | None = None) -> None:
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+    gap = (found.double() - expected.double()).abs().max() / expected.double().abs().max().clamp_min(1e-3)
+    assert gap <= (tolerance or TOLERANCE[expected.dtype]), f"off by {gap:.2e} of the largest value"
+
+
+@DTYPES
+def test_activations_are_quantised_as_specified(dtype: torch.dtype) -> None:
+    """A strided slice with large, small, subnormal and zero blocks: the same numbers."""
+    x = torch.randn(5, 3 + 9 * BLOCK).to(dtype)[:, 3:]
+    for block, scale in enumerate((1e4, 1e-4, 0.0, 1e-39, 1e-36)):
+        x[:, block * BLOCK : (block + 1) * BLOCK] *= scale
+    found, expected = FP8.quantize(x), reference_fp8.quantize_rows(x)
+    assert found.values_TI.dtype == FP8_DTYPE
+    assert torch.equal(found.values_TI.float(), expected[0].float()) and torch.equal(found.scale_CT.T, expected[1])
+    assert FP8.quantize(x[:0]).scale_CT.shape == (9, 0)
+
+
+@DTYPES
+def test_gated_rows_are_quantised_as_specified(dtype: torch.dtype) -> None:
+    x = torch.randn(5, 4 * BLOCK).to(dtype)
+    found, (values, scales) = FP8.silu_and_mul(x, torch.tensor([4]).int()), reference_fp8.quantize_rows(silu_and_mul(x))
+    assert_near(found.scale_CT.T[:4], scales[:4])
+    back = (found.values_TI.float(), values.float())
+    assert_near(*(x[:4].unflatten(1, (-1, BLOCK)) * scales[:4, :, None] for x in back), tolerance=0.07)
+    assert (back[0][:4] == back[1][:4]).float().mean() > 0.99  # exp differs in its last bit
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("tokens", "inputs", "outputs", "first_row"),
+    [(1, 128, 130, 0), (3, 1024, 70, 100), (20, 256, 200, 60), (65, 128, 64, 0)],
+    ids=["one token", "split channels", "rows within a block", "large tiles"],
+)
+def test_linear(tokens: int, inputs: int, outputs: int, first_row: int, dtype: torch.dtype) -> None:
+    weight = held(dtype, outputs, inputs, first_row=first_row)
+    x = torch.randn(tokens, inputs + 8).to(dtype)[:, 8:]
+    expected = reference_fp8.linear(x, weight)
+    assert_near(FP8.linear(x, weight), expected)
+    assert_near(expected, x @ dense(parameter_of(weight)).T, tolerance=0.05)
+    assert FP8.linear(x[:0], weight).shape == (0, outputs)
+
+
+@DTYPES
+@pytest.mark.parametrize(("tokens", "first", "local"), [(5, 0, 4), (3, 1, 2), (3, 4, 1)], ids=["all", "some", "none"])
+def test_fused_experts(tokens: int, first: int, local: int, dtype: torch.dtype) -> None:
+    """Expert 2 gets no token. Either product may also have a dequantised weight."""
+    ids = torch.tensor([0, 1, 3])[torch.stack([torch.randperm(3)[:2] for _ in range(tokens)])]
+    x, weights = torch.randn(tokens, BLOCK).to(dtype), torch.rand(tokens, 2)
+    w13, w2 = held(dtype, local, 2 * BLOCK, BLOCK), held(dtype, local, BLOCK, BLOCK)
+    experts = ExpertOps(launch, RowOps(launch), FP8)
+    found = experts.fused_experts(x, w13, w2, weights, ids, first)
+    assert_near(found, reference_fp8.fused_experts(x, w13, w2, weights, ids, first), 2e-3 if dtype == FP32 else None)
+    mixed = experts.fused_experts(x, w13, dense(parameter_of(w2)), weights, ids, first)
+    assert_near(mixed, found, tolerance=0.05)
+    assert experts.fused_experts(x[:0], w13, w2, weights[:0], ids[:0], first).shape == (0, BLOCK)
+
+
+def test_only_whole_blocks_of_contiguous_inputs_fit() -> None:
+    operand = held(BF16, 70, 256)
+    assert fits(parameter_of(operand)) and not fits(nn.Parameter(torch.empty(8, 128), requires_grad=False))
+    other = nn.Parameter(operand.values.t().contiguous().t(), requires_grad=False)
+    other.block_scales = operand.scales  # type: ignore[attr-defined]
+    assert not fits(other)
+    ragged = BlockScales(operand.scales.scale_inv, operand.scales.row_blocks_R, torch.arange(256) // BLOCK, BF16)
+    assert not fits(parameter_of(Fp8Operand(operand.values, ragged)))
