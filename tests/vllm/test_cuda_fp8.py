@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,20 +14,25 @@ from torch import Tensor, nn
 pytest.importorskip("triton", reason="kernels of the CUDA table are written in Triton, which this environment lacks")
 
 from hf_formats.fp8 import BLOCK, FP8_DTYPE, quantize
-from vllm.ops import reference_fp8
+from tests.vllm.capturing_platform import DEVICE
+from tests.vllm.fp8_tiny import ALIGNED, fp8_tensors, write_directory
+from tests.vllm.test_parity import as_inputs
+from tests.vllm.tiny import random_weights
+from vllm import LLM, SamplingParams
+from vllm.ops import reference, reference_fp8
 from vllm.ops.cuda.experts import ExpertOps
 from vllm.ops.cuda.fp8 import Fp8Products, fits
 from vllm.ops.cuda.launch import launch
 from vllm.ops.cuda.rows import RowOps
 from vllm.ops.reference_moe import silu_and_mul
-from vllm.ops.weights import BlockScales, Fp8Operand, dense
+from vllm.ops.weights import BlockScales, Fp8Operand, dense, new_row_major_weight
 
 assert os.environ["TRITON_INTERPRET"] == "1", "tests/conftest.py sets it before anything imports triton"
 
 FP32, BF16 = torch.float32, torch.bfloat16
 TOLERANCE = {FP32: 1e-5, BF16: 1e-2}
 DTYPES = pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
-FP8 = Fp8Products(launch)
+FP8, REFERENCE = Fp8Products(launch), reference.rollout_ops()
 
 # Memory that no expert writes holds anything.
 pytestmark = [pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")]
@@ -110,6 +118,74 @@ def test_fused_experts(tokens: int, first: int, local: int, dtype: torch.dtype) 
     mixed = experts.fused_experts(x, w13, dense(parameter_of(w2)), weights, ids, first)
     assert_near(mixed, found, tolerance=0.05)
     assert experts.fused_experts(x[:0], w13, w2, weights[:0], ids[:0], first).shape == (0, BLOCK)
+
+
+def build(path: str, **arguments: Any) -> LLM:
+    sizes = {"max_model_len": 32, "max_num_seqs": 2, "block_size": 16, "dtype": "float32", "quantization": "fp8"}
+    return LLM(path, skip_tokenizer_init=True, **(sizes | arguments))
+
+
+def logprobs_of(llm: LLM) -> Tensor:
+    """Of all tokens after each of four tokens that follow a prompt; the first is of the prompt's pass."""
+    params = SamplingParams(max_tokens=4, logprobs=ALIGNED["vocab_size"], temperature=0, ignore_eos=True)
+    tops = llm.generate(as_inputs([[3, 4, 5]]), params)[0].outputs[0].top_logprobs
+    assert tops is not None
+    return torch.tensor([[top[token].logprob for token in range(ALIGNED["vocab_size"])] for top in tops])
+
+
+def specified(x_TI: Tensor, weight_OI: Any) -> Tensor:
+    products = reference_fp8 if isinstance(weight_OI, Fp8Operand) else reference
+    return products.linear(x_TI, weight_OI)
+
+
+SPECIFIED = replace(
+    REFERENCE,
+    linear=specified,
+    fused_experts=reference_fp8.fused_experts,
+    takes_fp8=fits,
+    new_weight=new_row_major_weight,
+)
+
+
+def test_a_model_stays_near_that_of_dequantised_weights(tmp_path: Path) -> None:
+    """Within twice what quantising the weights changes, where no token changes its experts."""
+    weights = random_weights(ALIGNED)
+    path = write_directory(tmp_path / "fp8", fp8_tensors(weights), config=ALIGNED)
+    found, stored = logprobs_of(build(path, rollout_ops=SPECIFIED))[0], logprobs_of(build(path))[0]
+    plain = write_directory(tmp_path / "plain", weights, config=ALIGNED)
+    by_weights = (logprobs_of(build(plain, quantization=None))[0] - stored).abs().mean()
+    assert 0.5 * by_weights < (found - stored).abs().mean() < 2 * by_weights < 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.needs_torch("2.10", "torch.nn.functional.grouped_mm, without which the CUDA table refuses to start")
+def test_a_model_is_that_of_the_specification(tmp_path: Path) -> None:
+    """Also with new weights and after a sleep: captured steps go on with what they captured."""
+    first, second = (fp8_tensors(random_weights(ALIGNED, seed)) for seed in (0, 3))
+    path = write_directory(tmp_path, first, config=ALIGNED)
+    captured = {"enforce_eager": False, "device": DEVICE, "cudagraph_capture_sizes": [1]}
+    llm, other = build(path, rollout_ops="vllm.ops.cuda:rollout_ops", **captured), build(path, rollout_ops=SPECIFIED)
+    for new in (first, second):
+        if new is second:
+            llm.sleep(2)
+            llm.wake_up()
+            llm.update_weights(new.items())
+            other.update_weights(new.items())
+        found, expected = logprobs_of(llm), logprobs_of(other)
+        # A last bit before quantising may change an e4m3 value by its last bit, 1/16.
+        torch.testing.assert_close(found, expected, rtol=0, atol=5e-3)
+        assert (found - expected).abs().mean() < 3e-4
+
+
+def test_what_is_multiplied_in_fp8_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    config = ALIGNED | {"q_lora_rank": 160}
+    path = write_directory(tmp_path, fp8_tensors(random_weights(config)), config=config)
+    build(path)
+    assert "weights held in FP8: storage only, they are dequantised for every product" in caplog.text
+    build(path, rollout_ops=SPECIFIED)
+    names = "layers.*.self_attn.kv_b, layers.*.self_attn.q_proj.weight"
+    assert f"10 of 14 are multiplied in FP8, dequantised are {names}" in caplog.text
 
 
 def test_only_whole_blocks_of_contiguous_inputs_fit() -> None:

@@ -18,6 +18,7 @@ pytest.importorskip("triton", reason="kernels of the CUDA table are written in T
 
 from tests.tiny_models import CONFIGS
 from tests.vllm.capturing_platform import DEVICE
+from tests.vllm.fp8_tiny import ALIGNED
 from tests.vllm.test_parity import as_inputs
 from tests.vllm.tiny import TINY, write_checkpoint
 from vllm import LLM, SamplingParams
@@ -25,6 +26,7 @@ from vllm.config import ParallelConfig
 from vllm.distributed.parallel_state import GroupCoordinator, ParallelState
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import ForwardContext
+from vllm.model_executor.model_loader.fp8_weight_view import hold_in_fp8
 from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.ops.contract import DecodeMetadata, LogitEdits, SamplingBatch, resolve
 from vllm.ops.cuda import rollout_ops
@@ -53,7 +55,9 @@ class OnlyOnTheDevice(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("deepseek_v3", BF16), ("qwen3-moe", FP32), ("qwen3 tied", BF16)])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("deepseek_v3", BF16), ("deepseek_v3 in FP8", BF16), ("qwen3-moe", FP32), ("qwen3 tied", BF16)]
+)
 def test_a_decode_step_and_sampling_wait_for_nothing(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     launched: set[str] = set()
 
@@ -61,7 +65,9 @@ def test_a_decode_step_and_sampling_wait_for_nothing(name: str, dtype: torch.dty
         assert all(x.device.type == "meta" for x in arguments if isinstance(x, Tensor)), kernel
         launched.add(kernel)
 
-    (tmp_path / "config.json").write_text(json.dumps(TINY if name == "deepseek_v3" else CONFIGS[name]))
+    is_fp8 = name == "deepseek_v3 in FP8"
+    raw = {"deepseek_v3": TINY, "deepseek_v3 in FP8": ALIGNED} | CONFIGS
+    (tmp_path / "config.json").write_text(json.dumps(raw[name]))
     hf, device, ops = load_config(str(tmp_path)), torch.device("meta"), cuda_table(launch_nothing)
     alone = [GroupCoordinator(0, 1, None) for _ in range(4)]
     host_lens, vocabulary = np.array([5, 1, 130]), hf.vocab_size
@@ -69,6 +75,8 @@ def test_a_decode_step_and_sampling_wait_for_nothing(name: str, dtype: torch.dty
     try:
         with device:
             model = CausalLM(hf, 160, ParallelState(ParallelConfig(1, 1, False, 0, 1), *alone), ops, device)
+            if is_fp8:
+                hold_in_fp8(model.weight_views)
             caches = [model.new_kv_cache(30, 16, dtype, device, "nd") for _ in model.layers]
             longs, ints, floats = torch.zeros(3, dtype=torch.int64), torch.ones(3, dtype=torch.int32), torch.ones(3)
             decode = DecodeMetadata(host_lens, ints, torch.zeros(3, 10, dtype=torch.int32), 16)
@@ -88,6 +96,7 @@ def test_a_decode_step_and_sampling_wait_for_nothing(name: str, dtype: torch.dty
     attention = {"norm_rope_write_kv", "rotary_interleaved"} if hf.is_mla else {"rope_write_gqa"}
     experts = set() if name == "qwen3 tied" else {"topk_router", "sum_of_experts"}
     experts |= {"grouped_product"} if dtype is FP32 else set()
+    experts |= {"quantize_rows", "block_product", "silu_and_mul_quantized"} if is_fp8 else set()
     assert launched - {"merge_splits"} == attention | experts | {
         "rms_norm",
         "silu_and_mul",

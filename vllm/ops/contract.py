@@ -272,7 +272,8 @@ class RolloutOps:
     # head_linear: the engine may then compute the last token of a prompt as a decode step.
     prefill_equals_decode: bool = False
     # Whether head_linear's kernel copies a weight whose matrices do not lie one after another: the engine then keeps
-    # what it multiplies with in that form too (`WeightCopies`).
+    # what it multiplies with in that form too (`WeightCopies`), as it does where that weight is held in FP8 and the
+    # others are multiplied in it.
     copies_strided_weights: bool = False
     new_weight: NewWeight = new_plain_weight
     # embedding(ids_T, weight) -> [T, I], rows of a weight that `new_weight` made with `by_row`.
@@ -293,6 +294,11 @@ class RolloutOps:
                 f"implementations of an op table must be native or reference for each of {sorted(self.entries())}, "
                 f"got {self.implementations}"
             )
+
+    @property
+    def multiplies_fp8(self) -> bool:
+        """Whether the table has FP8 products at all."""
+        return self.takes_fp8 is not takes_no_fp8
 
     def operand(self, weight: Tensor | PackedWeight) -> Any:
         """Return what the table's products take of a weight."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -20,7 +21,8 @@ from hf_formats.fp8 import (
     touched,
 )
 from vllm.model_executor.model_loader.weight_view import Shard, Weight, WeightView, empty_shard
-from vllm.ops.weights import BlockScales, PackedWeight, WeightCopies
+from vllm.ops.contract import RolloutOps
+from vllm.ops.weights import BlockScales, PackedWeight, WeightCopies, block_scales_of
 
 MAX_UNPAIRED_BYTES = 4 << 30
 
@@ -88,6 +90,19 @@ def hold_in_fp8(views: dict[str, WeightView]) -> dict[str, WeightView]:
             assert all(map(is_quantized, names)), names
             result |= _convert({name: views[name] for name in names})
     return result
+
+
+def fp8_products_in_words(model: nn.Module, ops: RolloutOps) -> str:
+    """Say which products of the weights held in FP8 are FP8 products. Latent attention's kv_b is never multiplied as it
+    is held."""
+    held = {name: p for name, p in model.named_parameters() if block_scales_of(p) is not None}
+    others = [name for name, p in held.items() if name.endswith(".kv_b") or not ops.takes_fp8(p)]
+    if len(others) == len(held):
+        return "storage only, they are dequantised for every product"
+    kinds = sorted({re.sub(r"\.\d+\.", ".*.", name) for name in others})
+    return (
+        f"{len(held) - len(others)} of {len(held)} are multiplied in FP8, dequantised are {', '.join(kinds) or 'none'}"
+    )
 
 
 class Fp8Pairs:
