@@ -93,16 +93,15 @@ def hold_in_fp8(views: dict[str, WeightView]) -> dict[str, WeightView]:
 
 
 def fp8_products_in_words(model: nn.Module, ops: RolloutOps) -> str:
-    """Say which products of the weights held in FP8 are FP8 products. Latent attention's kv_b is never multiplied as it
-    is held."""
+    """Return a sentence for the log: how many weights held in FP8 are multiplied in it, and which are not, as latent
+    attention's kv_b never is.
+    """
     held = {name: p for name, p in model.named_parameters() if block_scales_of(p) is not None}
     others = [name for name, p in held.items() if name.endswith(".kv_b") or not ops.takes_fp8(p)]
     if len(others) == len(held):
         return "storage only, they are dequantised for every product"
-    kinds = sorted({re.sub(r"\.\d+\.", ".*.", name) for name in others})
-    return (
-        f"{len(held) - len(others)} of {len(held)} are multiplied in FP8, dequantised are {', '.join(kinds) or 'none'}"
-    )
+    kinds = ", ".join(sorted({re.sub(r"\.\d+\.", ".*.", name) for name in others}))
+    return f"{len(held) - len(others)} of {len(held)} are multiplied in FP8, dequantised are {kinds or 'none'}"
 
 
 class Fp8Pairs:
