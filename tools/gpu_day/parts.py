@@ -32,6 +32,7 @@ PARTS = {
     "decode": Part("tools.gpu_day.speed", "decode", 120),
     "training": Part("tools.gpu_day.speed", "training", 90),
     "prefill": Part("tools.gpu_day.speed", "prefill", 90),
+    "fp8": Part("tools.gpu_day.fp8", "fp8_products", 120),
     "sleep": Part("tools.gpu_day.speed", "sleep", 60),
 }
 
