@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,16 @@ from torch import Tensor, nn
 pytest.importorskip("triton", reason="kernels of the CUDA table are written in Triton, which this environment lacks")
 
 from hf_formats.fp8 import BLOCK, FP8_DTYPE, quantize
+from tests.vllm import deep_gemm_form
 from tests.vllm.capturing_platform import DEVICE
 from tests.vllm.fp8_tiny import ALIGNED, fp8_tensors, write_directory
+from tests.vllm.test_cuda_steps import OnlyOnTheDevice
 from tests.vllm.test_parity import as_inputs
 from tests.vllm.tiny import random_weights
 from vllm import LLM, SamplingParams
 from vllm.ops import reference, reference_fp8
+from vllm.ops.contract import resolve
+from vllm.ops.cuda.deep_gemm import in_whole_tiles
 from vllm.ops.cuda.experts import ExpertOps
 from vllm.ops.cuda.fp8 import Fp8Products, fits
 from vllm.ops.cuda.launch import launch
@@ -52,7 +57,7 @@ def held(dtype: torch.dtype, *shape: int, first_row: int = 0) -> Fp8Operand:
     row_blocks = (first_row + torch.arange(outputs)) // BLOCK
     if not experts:
         values, scale_inv = values[0], scale_inv[0]
-    return Fp8Operand(values, BlockScales(scale_inv, row_blocks, None, dtype))
+    return Fp8Operand(values, BlockScales(scale_inv, row_blocks, None, dtype, first_row == 0))
 
 
 def parameter_of(operand: Fp8Operand) -> nn.Parameter:
@@ -124,6 +129,46 @@ def test_fused_experts(dtype: torch.dtype, tokens: int, first: int, local: int) 
     mixed = experts.fused_experts(x, w13, dense(parameter_of(w2)), weights, ids, first)
     assert_near(mixed, found, tolerance=0.05)
     assert experts.fused_experts(x[:0], w13, w2, weights[:0], ids[:0], first).shape == (0, BLOCK)
+
+
+def test_products_of_deep_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's form for a CPU stands in; a weight whose rows begin inside a block takes our kernel."""
+    with pytest.raises(ValueError, match="needs DeepGEMM 2 .*not installed: install it, or set rollout_ops="):
+        resolve("vllm.ops.cuda:deep_gemm_ops")
+    monkeypatch.setitem(sys.modules, "deep_gemm", deep_gemm_form)
+    monkeypatch.setattr(deep_gemm_form, "calls", [])
+    ops = resolve("vllm.ops.cuda:deep_gemm_ops")
+    assert ops.implementations["linear"] == "native (torch; FP8 weights: DeepGEMM)"
+    x, weight = torch.randn(5, 256).to(BF16), held(BF16, 200, 256)
+    assert_near(ops.linear(x, weight), reference_fp8.linear(x, weight))
+    assert deep_gemm_form.calls.pop() == "fp8_gemm_nt"
+    inside = held(BF16, 20, 128, first_row=120)
+    assert_near(ops.linear(x[:, :128], inside), reference_fp8.linear(x[:, :128], inside))
+    assert not deep_gemm_form.calls
+    w13, w2, weights = held(BF16, 3, 256, 256), held(BF16, 3, 256, BLOCK), torch.rand(2, 2)
+    x = torch.randn(2, 256).to(BF16)
+    for first, choices in ((0, [0, 2]), (1, [0, 2]), (7, [0, 2])):  # expert 1 has no token; one is elsewhere; all are
+        ids = torch.tensor(choices).expand(2, 2)
+        found = ops.fused_experts(x, w13, w2, weights, ids, first)
+        assert_near(found, reference_fp8.fused_experts(x, w13, w2, weights, ids, first))
+    assert deep_gemm_form.calls == ["m_grouped_fp8_gemm_nt_contiguous"] * 6
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 130, 128], [0, 0], [1] * 9, [257]])
+def test_rows_of_experts_go_to_whole_tiles_and_back(counts: list[int]) -> None:
+    """Seven rows more are of other ranks' experts."""
+    ends, expert_S = (
+        torch.tensor(counts).cumsum(0).int(),
+        torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)),
+    )
+    row_M, expert_M, place_S = in_whole_tiles(ends, sum(counts) + 7)
+    assert len(row_M) % 128 == 0 and expert_M.dtype == torch.int32
+    assert torch.equal(row_M[place_S[: sum(counts)]], torch.arange(sum(counts)))
+    assert torch.equal(expert_M[place_S[: sum(counts)]].long(), expert_S) and int((expert_M >= 0).sum()) == sum(counts)
+    assert all(len(set(tile.tolist()) - {-1}) <= 1 for tile in expert_M.split(128))
+    on_device = torch.empty_like(ends, device="meta")
+    with OnlyOnTheDevice():
+        in_whole_tiles(on_device, 5)
 
 
 def build(path: str, **arguments: Any) -> LLM:

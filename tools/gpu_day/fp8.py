@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from functools import partial
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ class Products(NamedTuple):
     repeats: int
 
 
+_DEEP_GEMM = "vllm.ops.cuda:deep_gemm_ops"
 _GPU = Products((64, 4096), 7168, 2112, 2048, 32, 8, 5)
 _TINY = Products((2,), 128, 72, 128, 1, 1, 1)
 _TINY_MODEL = CHECKPOINTS["tiny"] | {"hidden_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 1}
@@ -44,7 +46,10 @@ def fp8_products(device: str, rows: Rows) -> None:
     if not ops.multiplies_fp8:
         rows.holds("FP8 products", True, f"none on this device: {ops.implementations['linear']}")
         return
-    _single_products(device, rows, ops)
+    tables = {"": ops}
+    if importlib.util.find_spec("deep_gemm") is not None:
+        tables["DeepGEMM: "] = resolve_rollout(_DEEP_GEMM)
+    _single_products(device, rows, tables)
     sizes = sizes_of(device)
     if device == "cuda":
         raw = sizes.models["MLA"]
@@ -61,31 +66,27 @@ def fp8_products(device: str, rows: Rows) -> None:
         rows.measured(f"DeepSeek-V3's layers, {name}", bf16_s / fp8_s, "times bf16", bar, note)
 
 
-def _single_products(device: str, rows: Rows, ops: RolloutOps) -> None:
+def _single_products(device: str, rows: Rows, tables: dict[str, RolloutOps]) -> None:
     sizes = _GPU if device == "cuda" else _TINY
     torch.manual_seed(0)
     down = _weight(device, sizes.outputs, sizes.hidden)
     w13 = _weight(device, 2 * sizes.width, sizes.hidden, sizes.num_experts)
     w2 = _weight(device, sizes.hidden, sizes.width, sizes.num_experts)
+    read = {"linear": down.values.nbytes, "experts": w13.values.nbytes + w2.values.nbytes}
     for tokens in sizes.tokens:
         x = torch.randn(tokens, sizes.hidden, device=device, dtype=torch.bfloat16)
         ids = torch.rand(tokens, sizes.num_experts, device=device).topk(sizes.top_k).indices
-        chosen = torch.rand(tokens, sizes.top_k, device=device), ids, 0
-        pairs = {
-            "linear": (partial(ops.linear, x, down), partial(reference_fp8.linear, x, down)),
-            "experts": (
-                partial(ops.fused_experts, x, w13, w2, *chosen),
-                partial(reference_fp8.fused_experts, x, w13, w2, *chosen),
-            ),
-        }
+        experts = x, w13, w2, torch.rand(tokens, sizes.top_k, device=device), ids, 0
         flops = {"linear": 2 * down.values.numel() * tokens, "experts": 6 * sizes.width * sizes.hidden * ids.numel()}
-        read = {"linear": down.values.nbytes, "experts": w13.values.nbytes + w2.values.nbytes}
-        for name, (ours, specified) in pairs.items():
-            gap = _gap(ours(), specified())
-            rows.holds(f"{name} of {tokens} tokens", gap <= 1e-2, f"off by {gap:.1e} of the largest value")
-            took = min(seconds_of(device, ours) for _ in range(sizes.repeats))
-            note = f"{1e6 * took:.0f} us, {read[name] / took / 1e9:.0f} GB/s of weights"
-            rows.measured(f"{name} of {tokens} tokens", flops[name] / took / 1e12, "TFLOP/s", note=note)
+        wanted = {"linear": reference_fp8.linear(x, down), "experts": reference_fp8.fused_experts(*experts)}
+        for table, ops in tables.items():
+            calls = {"linear": partial(ops.linear, x, down), "experts": partial(ops.fused_experts, *experts)}
+            for name, call in calls.items():
+                what, gap = f"{table}{name} of {tokens} tokens", _gap(call(), wanted[name])
+                rows.holds(what, gap <= 1e-2, f"off by {gap:.1e} of the largest value")
+                took = min(seconds_of(device, call) for _ in range(sizes.repeats))
+                note = f"{1e6 * took:.0f} us, {read[name] / took / 1e9:.0f} GB/s of weights"
+                rows.measured(what, flops[name] / took / 1e12, "TFLOP/s", note=note)
 
 
 def _weight(device: str, outputs: int, inputs: int, num_experts: int | None = None) -> Fp8Operand:
@@ -94,7 +95,7 @@ def _weight(device: str, outputs: int, inputs: int, num_experts: int | None = No
     if num_experts is None:
         values, scales = values[0], scales[0]
     row_blocks = torch.arange(outputs, device=device) // BLOCK
-    return Fp8Operand(values, BlockScales(scales, row_blocks, None, torch.bfloat16))
+    return Fp8Operand(values, BlockScales(scales, row_blocks, None, torch.bfloat16, True))
 
 
 def _gap(found: Tensor, wanted: Tensor) -> float:

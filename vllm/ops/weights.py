@@ -142,6 +142,7 @@ class BlockScales:
     row_blocks_R: Tensor  # int64
     column_blocks_C: Tensor | None  # int64; None: whole blocks from the first column on
     dtype: torch.dtype  # of products
+    has_whole_row_blocks: bool = False  # whether row r's is r // 128, as far as the host knows
 
 
 def block_scales_of(weight: Tensor | PackedWeight) -> BlockScales | None:

@@ -154,7 +154,11 @@ def _convert(views: dict[str, WeightView]) -> dict[str, WeightView]:
     column_blocks = torch.arange(c0, c1, device=device) // BLOCK - c0 // BLOCK
     scale_inv = torch.ones(*parameter.shape[:-2], count, len(range(*touched(c0, c1))), device=device)
     scales = BlockScales(
-        scale_inv, torch.cat(row_blocks).to(device), None if is_aligned else column_blocks, dtype=dtype
+        scale_inv,
+        torch.cat(row_blocks).to(device),
+        None if is_aligned else column_blocks,
+        dtype=dtype,
+        has_whole_row_blocks=all(start % BLOCK == r0 % BLOCK == 0 for start, _, r0, _ in segments),
     )
     parameter.data = torch.empty_like(parameter.data, dtype=FP8_DTYPE)
     parameter.block_scales = scales  # type: ignore[attr-defined]

@@ -44,6 +44,8 @@ def fits(weight: Tensor) -> bool:
 class Fp8Products:
     """Products of rows with the operands that ``fits`` allows."""
 
+    implementation = "FP8 kernels"
+
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from vllm.ops import reference
 from vllm.ops.contract import RolloutOps, takes_no_fp8
 from vllm.ops.cuda.attention import Attention
+from vllm.ops.cuda.deep_gemm import DeepGemmProducts, check_deep_gemm
 from vllm.ops.cuda.experts import ExpertOps
 from vllm.ops.cuda.fp8 import Fp8Products, fits, has_fp8_products
 from vllm.ops.cuda.launch import Launch, check_triton, launch
@@ -37,23 +39,42 @@ def rollout_ops() -> RolloutOps:
     Raises:
         ValueError: triton is not installed, or torch is too old.
     """
+    return _table_of(Fp8Products, has_fp8_products())
+
+
+def deep_gemm_ops() -> RolloutOps:
+    """The same table with DeepGEMM's FP8 products (provider ``vllm.ops.cuda:deep_gemm_ops``).
+
+    Raises:
+        ValueError: DeepGEMM or triton is not installed, torch is too old, or the device is not Hopper.
+    """
+    check_deep_gemm()
+    return _table_of(DeepGemmProducts, True)
+
+
+def _table_of(fp8_products: Callable[[Launch], Fp8Products], multiplies_fp8: bool) -> RolloutOps:
     check_triton()
     if not hasattr(F, "grouped_mm"):
         raise ValueError(
             "rollout_ops='vllm.ops.cuda:rollout_ops' needs torch.nn.functional.grouped_mm; install torch 2.10 or "
             "later, or set rollout_ops='vllm.ops.reference:rollout_ops'"
         )
-    return cuda_table(multiplies_fp8=has_fp8_products())
+    return cuda_table(multiplies_fp8=multiplies_fp8, fp8_products=fp8_products)
 
 
-def cuda_table(launch: Launch = launch, multiplies_fp8: bool = True) -> RolloutOps:
+def cuda_table(
+    launch: Launch = launch,
+    multiplies_fp8: bool = True,
+    fp8_products: Callable[[Launch], Fp8Products] = Fp8Products,
+) -> RolloutOps:
     """Return the table.
 
     Args:
         launch: runs a kernel, given its name, its grid, its arguments and constants; a plan's does not run it.
         multiplies_fp8: whether FP8 weights are multiplied in FP8, which not every device can.
+        fp8_products: what multiplies them then.
     """
-    attention, rows, fp8 = Attention(launch), RowOps(launch), Fp8Products(launch)
+    attention, rows, fp8 = Attention(launch), RowOps(launch), fp8_products(launch)
     experts = ExpertOps(launch, rows, fp8)
 
     def linear(x_TI: Tensor, weight_OI: Any) -> Tensor:
@@ -80,7 +101,7 @@ def cuda_table(launch: Launch = launch, multiplies_fp8: bool = True) -> RolloutO
         exchanged_experts=experts.exchanged_experts,
         sample=rows.sample,
         implementations=dict.fromkeys(native, "native")
-        | _partly_torch("FP8 weights: FP8 kernels" if multiplies_fp8 else "FP8 weights: dequantised"),
+        | _partly_torch(f"FP8 weights: {fp8.implementation if multiplies_fp8 else 'dequantised'}"),
         not_capturable=("exchanged_experts",),
         new_weight=new_row_major_weight,
         takes_fp8=fits if multiplies_fp8 else takes_no_fp8,
