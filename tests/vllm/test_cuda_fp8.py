@@ -30,7 +30,7 @@ from vllm.ops.cuda.fp8 import Fp8Products, fits
 from vllm.ops.cuda.launch import launch
 from vllm.ops.cuda.rows import RowOps
 from vllm.ops.reference_moe import silu_and_mul
-from vllm.ops.weights import BlockScales, Fp8Operand, dense, new_row_major_weight
+from vllm.ops.weights import BlockScales, Fp8Operand, block_scales_of, dense, new_row_major_weight
 
 assert os.environ["TRITON_INTERPRET"] == "1", "tests/conftest.py sets it before anything imports triton"
 
@@ -234,9 +234,12 @@ def test_what_is_multiplied_in_fp8_is_reported(tmp_path: Path, caplog: pytest.Lo
     path = write_directory(tmp_path, fp8_tensors(random_weights(config)), config=config)
     build(path)
     assert "weights held in FP8: storage only, they are dequantised for every product" in caplog.text
-    build(path, rollout_ops=SPECIFIED)
+    model = build(path, rollout_ops=SPECIFIED).core.worker.model
     names = "layers.*.self_attn.kv_b, layers.*.self_attn.q_proj.weight"
     assert f"10 of 14 are multiplied in FP8, dequantised are {names}" in caplog.text
+    found = [scales for scales in map(block_scales_of, model.parameters()) if scales is not None]
+    whole = [torch.equal(s.row_blocks_R, torch.arange(len(s.row_blocks_R)) // BLOCK) for s in found]
+    assert [s.has_whole_row_blocks for s in found] == whole and {*whole} == {True, False}
 
 
 def test_only_whole_blocks_of_contiguous_inputs_fit() -> None:

@@ -79,9 +79,11 @@ class Fp8Products:
     ) -> Tensor:
         experts, (outputs, inputs) = (1 if ends_E is None else len(weight)), weight.shape[-2:]
         scale_inv = weight.scales.scale_inv
-        # A tile reads its weights once for up to 128 tokens. Few tokens: what counts is that the weights come from
-        # memory at its full rate, which takes two programs for each processor, of a fourth of the channels if need be.
-        tile_T = min(tile_for(-(-num_rows // experts), least=16), 128)
+        # A tile reads its weights once for up to 128 tokens, and twice the mean of few is enough for most experts. Few
+        # tokens: what counts is that the weights come from memory at its full rate, which takes two programs for each
+        # processor, of a fourth of the channels if need be.
+        mean = -(-num_rows // experts)
+        tile_T = min(tile_for(mean if ends_E is None else max(mean, min(2 * mean, 64)), least=16), 128)
         tile_O = 64 if tile_T <= 64 else 128
         tiles_T, tiles_O = -(-num_rows // tile_T) + (experts if ends_E is not None else 0), -(-outputs // tile_O)
         busy = tiles_O * (-(-num_rows // tile_T) if ends_E is None else min(experts, num_rows))
