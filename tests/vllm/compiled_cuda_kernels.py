@@ -27,10 +27,17 @@ from triton.compiler import ASTSource
 from vllm.ops.contract import DecodeMetadata, HeadNorms, PrefillMetadata, RolloutOps, SamplingBatch
 from vllm.ops.cuda import kernels
 from vllm.ops.cuda.table import cuda_table
+from vllm.ops.weights import BlockScales, Fp8Operand
 
-POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int64: "*i64"}
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
 OPTIONS = ("num_warps", "num_stages")
-PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 class Compiler:
@@ -71,10 +78,11 @@ class Compiler:
 
     def _spilled(self, ptx: str) -> int:
         name = f"sm_{self.architecture}a" if self.architecture >= 90 else f"sm_{self.architecture}"
+        assembler = PTXAS / ("ptxas-blackwell" if self.architecture >= 100 else "ptxas")
         with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
             file.write(ptx)
             file.flush()
-            command = [str(PTXAS), "-v", f"--gpu-name={name}", file.name, "-o", "/dev/null"]
+            command = [str(assembler), "-v", f"--gpu-name={name}", file.name, "-o", "/dev/null"]
             report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
         return max(int(found) for found in re.findall(r"(\d+) bytes spill stores", report))
 
@@ -134,14 +142,30 @@ def run_others(ops: RolloutOps, hidden: int, width: int, experts: int, dtype: to
     ops.add_rms_norm(x, ops.rms_norm(x, weight, 1e-6), weight, 1e-6)
     for scoring, bias in (("sigmoid", torch.empty(experts)), ("softmax", None)):
         weights, ids = ops.topk_router(torch.empty(64, experts), bias, 8, 8, 4, True, 2.5, scoring)
-    w13 = torch.empty(8, hidden, 2 * width, dtype=dtype).transpose(1, 2)
-    w2 = torch.empty(8, width, hidden, dtype=dtype).transpose(1, 2)
+    w13, w2 = torch.empty(8, 2 * width, hidden, dtype=dtype), torch.empty(8, hidden, width, dtype=dtype)
     ops.fused_experts(x, w13, w2, weights, ids, 0)
     keys = torch.empty(64, 2, dtype=torch.int32), torch.empty(129280, dtype=torch.int32)
     ops.sample(torch.empty(64, 129280), SamplingBatch(torch.empty(64), *keys, None, None, None, True, True))
 
 
-def cases() -> Iterator[tuple[str, Callable[[RolloutOps], None]]]:
+def held_in_fp8(*shape: int) -> Fp8Operand:
+    """A weight of whole blocks."""
+    scale_inv = torch.empty(*shape[:-2], -(-shape[-2] // 128), shape[-1] // 128)
+    rows = torch.empty(shape[-2], dtype=torch.int64)
+    values = torch.empty(*shape, dtype=torch.float8_e4m3fn)
+    return Fp8Operand(values, BlockScales(scale_inv, rows, None, torch.bfloat16))
+
+
+def run_fp8(ops: RolloutOps, hidden: int, width: int, latents: int) -> None:
+    """Products of DeepSeek-V3's kind, of a decode step and of prompts."""
+    for tokens in (64, 4096):
+        x = torch.empty(tokens, hidden, dtype=torch.bfloat16)
+        ops.linear(x, held_in_fp8(latents, hidden))
+        ids, weights = torch.empty(tokens, 8, dtype=torch.int64), torch.empty(tokens, 8)
+        ops.fused_experts(x, held_in_fp8(32, 2 * width, hidden), held_in_fp8(32, hidden, width), weights, ids, 0)
+
+
+def cases(multiplies_fp8: bool) -> Iterator[tuple[str, Callable[[RolloutOps], None]]]:
     for dtype in (torch.bfloat16, torch.float32):
         for heads in (16, 128):
             yield f"latent attention of {heads} heads, {dtype}", partial(run_latent, heads=heads, dtype=dtype)
@@ -149,12 +173,14 @@ def cases() -> Iterator[tuple[str, Callable[[RolloutOps], None]]]:
             run = partial(run_grouped, heads=heads, kv_heads=kv_heads, channels=channels, dtype=dtype)
             yield f"attention of {heads} heads to {kv_heads} of {channels} channels, {dtype}", run
         yield f"rows and experts, {dtype}", partial(run_others, hidden=7168, width=2048, experts=256, dtype=dtype)
+    if multiplies_fp8:
+        yield "FP8 products", partial(run_fp8, hidden=7168, width=2048, latents=2112)
 
 
 def main() -> None:
     compiler, wanted = Compiler(int(sys.argv[1].removeprefix("sm_"))), "".join(sys.argv[2:])
     ops = cuda_table(compiler)
-    for name, run in cases():
+    for name, run in cases(compiler.architecture >= 90):
         if wanted in name:
             compiler.case = name
             with torch.device("meta"):

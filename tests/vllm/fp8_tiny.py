@@ -21,6 +21,16 @@ WIDE: dict[str, Any] = TINY | {
     "kv_lora_rank": 144,
     "q_lora_rank": 160,
 }
+# Whole blocks along the inputs of every product: those that FP8 products take.
+ALIGNED: dict[str, Any] = TINY | {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "kv_lora_rank": 128,
+    "q_lora_rank": 128,
+    "v_head_dim": 32,
+}
 
 
 def fp8_tensors(weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from vllm.config import ParallelConfig
 from vllm.distributed.parallel_state import init_model_parallel
 from vllm.forward_context import ForwardContext
 from vllm.model_executor.layers.fused_moe import new_choices_cache
+from vllm.model_executor.model_loader.fp8_weight_view import hold_in_fp8
 from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.ops.contract import DecodeMetadata, LogitEdits, RolloutOps, SamplingBatch
 from vllm.transformers_utils.config import HFConfig
@@ -47,6 +48,7 @@ def decode_and_sample(
     table: Callable[[Callable[..., None]], RolloutOps],
     parallel: ParallelConfig = ALONE,
     block_size: int = 16,
+    is_fp8: bool = False,
 ) -> set[str]:
     """Run a step of three sequences, and sample plainly and with every setting; the experts' choices are kept.
 
@@ -66,6 +68,8 @@ def decode_and_sample(
     try:
         with device:
             model = CausalLM(hf, 160, init_model_parallel(parallel), ops, device)
+            if is_fp8:
+                hold_in_fp8(model.weight_views)
             caches = [model.new_kv_cache(30, block_size, dtype, device, "nd") for _ in model.layers]
             caches += [new_choices_cache(hf, 30, block_size, device)] if hf.n_routed_experts else []
             longs, ints, floats = torch.zeros(3, dtype=torch.int64), torch.ones(3, dtype=torch.int32), torch.ones(3)

@@ -15,6 +15,7 @@ from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.ops.contract import DecodeMetadata, HeadNorms, KVCache, PrefillMetadata, SamplingBatch
 from vllm.ops.cuda.attention import Attention
 from vllm.ops.cuda.experts import ExpertOps
+from vllm.ops.cuda.fp8 import Fp8Products
 from vllm.ops.cuda.launch import launch
 from vllm.ops.cuda.rows import RowOps
 from vllm.ops.reference import rollout_ops as reference_ops
@@ -33,6 +34,7 @@ FP32, BF16 = torch.float32, torch.bfloat16
 TOLERANCE = {FP32: 1e-5, BF16: 1e-2}
 DTYPES = pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
 ROWS, REFERENCE = RowOps(launch), reference_ops()
+EXPERTS = ExpertOps(launch, ROWS, Fp8Products(launch))
 CPU = torch.device("cpu")
 
 
@@ -233,7 +235,7 @@ def test_topk_router(experts: int, groups: int, kept_groups: int, top_k: int, is
     logits, bias = torch.randn(6, experts), torch.randn(experts) if scoring == "sigmoid" else None
     found, expected = (
         ops.topk_router(logits, bias, top_k, groups, kept_groups, is_normed, 2.5, scoring)
-        for ops in (ExpertOps(launch, ROWS), REFERENCE)
+        for ops in (EXPERTS, REFERENCE)
     )
     assert found[0].dtype == FP32 and found[1].dtype == torch.int64
     assert_near(*(torch.zeros_like(logits).scatter(1, ids, weights) for weights, ids in (found, expected)))
@@ -264,9 +266,9 @@ def test_fused_experts(
     x, weights = torch.randn(tokens, hidden).to(dtype), torch.rand(tokens, 3)
     w13 = torch.randn(local, hidden, 2 * width).to(dtype).transpose(1, 2)
     w2 = torch.randn(local, width, hidden).to(dtype).transpose(1, 2)
-    found = ExpertOps(launch, ROWS).fused_experts(x, w13, w2, weights, ids, first)
+    found = EXPERTS.fused_experts(x, w13, w2, weights, ids, first)
     assert_near(found, REFERENCE.fused_experts(x, w13, w2, weights, ids, first))
-    empty = ExpertOps(launch, ROWS).fused_experts(x[:0], w13, w2, weights[:0], ids[:0], first)
+    empty = EXPERTS.fused_experts(x[:0], w13, w2, weights[:0], ids[:0], first)
     assert empty.shape == (0, hidden)
 
 
@@ -307,7 +309,5 @@ def test_exchanged_experts_of_one_rank(dtype: torch.dtype) -> None:
     w13 = torch.randn(4, 24, 32).to(dtype).transpose(1, 2)
     w2 = torch.randn(4, 16, 24).to(dtype).transpose(1, 2)
     alone = GroupCoordinator(0, 1, None)
-    found, expected = (
-        ops.exchanged_experts(x, w13, w2, weights, ids, 4, alone)[:4] for ops in (ExpertOps(launch, ROWS), REFERENCE)
-    )
+    found, expected = (ops.exchanged_experts(x, w13, w2, weights, ids, 4, alone)[:4] for ops in (EXPERTS, REFERENCE))
     assert_near(found, expected)

@@ -19,6 +19,7 @@ from tests import deep_ep_form
 from tests.tiny_models import CONFIGS
 from tests.vllm import flash_mla_form
 from tests.vllm.capturing_platform import DEVICE
+from tests.vllm.fp8_tiny import ALIGNED
 from tests.vllm.meta_steps import ALONE, OnlyOnTheDevice, decode_and_sample
 from tests.vllm.test_parity import as_inputs
 from tests.vllm.tiny import TINY, write_checkpoint
@@ -59,6 +60,7 @@ def parallel(request: pytest.FixtureRequest) -> Iterator[ParallelConfig]:
     ("name", "dtype", "parallel"),
     [
         ("deepseek_v3", BF16, ALONE),
+        ("deepseek_v3 in FP8", BF16, ALONE),
         ("FlashMLA", BF16, ALONE),
         ("qwen3-moe", FP32, ALONE),
         ("qwen3 tied", BF16, ALONE),
@@ -71,8 +73,9 @@ def parallel(request: pytest.FixtureRequest) -> Iterator[ParallelConfig]:
 def test_a_decode_step_and_sampling_wait_for_nothing(
     name: str, dtype: torch.dtype, parallel: ParallelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    has_library, table, block_size = name == "FlashMLA", cuda_table, 16
-    raw = CONFIGS.get(name, TINY)
+    has_library, is_fp8 = name == "FlashMLA", name == "deepseek_v3 in FP8"
+    table, block_size = cuda_table, 16
+    raw = ALIGNED if is_fp8 else CONFIGS.get(name, TINY)
     if has_library:
         raw = raw | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
         table, block_size = partial(flash_mla_table, flash_mla_form), flash_mla_form.BLOCK_SIZE
@@ -81,11 +84,12 @@ def test_a_decode_step_and_sampling_wait_for_nothing(
     if name == "DeepEP":
         monkeypatch.setattr(deep_ep_form, "Buffer", deep_ep_form.ShapesOnly)
         table = partial(deep_ep_table, str(tmp_path), parallel)
-    launched = decode_and_sample(hf, dtype, table, parallel, block_size)
+    launched = decode_and_sample(hf, dtype, table, parallel, block_size, is_fp8)
     attention = {"norm_rope_write_kv", "rotary_interleaved"} if hf.is_mla else {"rope_write_gqa"}
     attention |= set() if has_library else {"decode_attention"}
     experts = set() if name == "qwen3 tied" else {"topk_router", "sum_of_experts"}
     experts |= {"grouped_product"} if dtype is FP32 else set()
+    experts |= {"quantize_rows", "block_product", "silu_and_mul_quantized"} if is_fp8 else set()
     assert launched - {"merge_splits"} == attention | experts | {
         "rms_norm",
         "silu_and_mul",

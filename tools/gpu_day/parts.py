@@ -39,6 +39,7 @@ PARTS = {
     "decode": Part("tools.gpu_day.speed", "decode", 75),
     "training": Part("tools.gpu_day.speed", "training", 30),
     "prefill": Part("tools.gpu_day.speed", "prefill", 40),
+    "fp8": Part("tools.gpu_day.fp8", "fp8_products", 45),
     "context parallel": Part("tools.gpu_day.context", "context_parallel", 30),
     "memory": Part("tools.gpu_day.memory", "memory", 40),
     "sleep": Part("tools.gpu_day.speed", "sleep", 25),

@@ -86,8 +86,8 @@ def prefill(device: str, rows: Rows) -> None:
     """Whole prompts against the products of their tokens."""
     sizes, limits = sizes_of(device), measured_limits(device, rows)
     for name, raw in sizes.models.items():
-        llm = _llm(device, raw, len(sizes.prompts), max(sizes.prompts) + 1, None)
-        took = min(_seconds(device, partial(_generate, llm, raw, sizes.prompts, 1, seed)) for seed in range(3))
+        llm = new_engine(device, raw, len(sizes.prompts), max(sizes.prompts) + 1)
+        took = prefill_seconds(device, llm, raw, sizes)
         llm.shutdown()
         least = prefill_work(parsed(raw), ITEM_BYTES["bfloat16"], list(sizes.prompts))
         note = f"{sum(sizes.prompts) / took:.0f} tok/s"
@@ -99,7 +99,7 @@ def training(device: str, rows: Rows) -> None:
     sizes, limits = sizes_of(device), measured_limits(device, rows)
     trainer = Trainer(sizes.trained, resolve(TRAIN_OPS), device, torch.bfloat16)
     batch = random_batch(list(sizes.lengths), sizes.trained["vocab_size"], 0)
-    took = min(_seconds(device, lambda: trainer.step(batch)) for _ in range(3))
+    took = min(seconds_of(device, lambda: trainer.step(batch)) for _ in range(3))
     work = model_work(parsed(sizes.trained))
     flops = sum(3 * length * train_flops_per_token(work, (length + 1) / 2) for length in sizes.lengths)
     note = f"{batch.num_tokens / took:.0f} tok/s, no recompute"
@@ -112,7 +112,7 @@ def sleep(device: str, rows: Rows) -> None:
     """What a sleep frees, by the device's own account, against the engine's report."""
     sizes, platform = sizes_of(device), resolve_platform(device)
     raw = next(iter(sizes.models.values()))
-    llm = _llm(device, raw, sizes.batch, max(sizes.prompts) + sizes.steps, None)
+    llm = new_engine(device, raw, sizes.batch, max(sizes.prompts) + sizes.steps)
     _generate(llm, raw, sizes.prompts[:1], sizes.steps)
     report = llm.get_memory_report()
     held = report["weights_bytes"] + report["kv_cache_bytes"]
@@ -137,8 +137,8 @@ def measured_limits(device: str, rows: Rows) -> Limits:
     source = torch.ones((1 << 28) // scale**2, device=device)
     target = torch.empty_like(source)
     left, right = (torch.randn(8192 // scale, 8192 // scale, device=device, dtype=torch.bfloat16) for _ in range(2))
-    copy_s = min(_seconds(device, lambda: target.copy_(source)) for _ in range(5))
-    product_s = min(_seconds(device, lambda: left @ right) for _ in range(5))
+    copy_s = min(seconds_of(device, lambda: target.copy_(source)) for _ in range(5))
+    product_s = min(seconds_of(device, lambda: left @ right) for _ in range(5))
     limits = Limits(2 * source.nbytes / copy_s, 2 * left.shape[0] ** 3 / product_s)
     rows.measured("memory", limits.bytes_per_s / 1e9, "GB/s")
     rows.measured("bf16 products", limits.flops_per_s / 1e12, "TFLOP/s")
@@ -146,28 +146,39 @@ def measured_limits(device: str, rows: Rows) -> Limits:
 
 
 def _step_seconds(device: str, raw: dict[str, Any], sizes: Sizes, batch: int, is_eager: bool | None) -> float:
+    llm = new_engine(device, raw, batch, sizes.context + 2 * sizes.steps + 1, enforce_eager=is_eager)
+    took = decode_seconds(device, llm, raw, sizes, batch)
+    llm.shutdown()
+    return took
+
+
+def decode_seconds(device: str, llm: LLM, raw: dict[str, Any], sizes: Sizes, batch: int) -> float:
     """Seconds of a decode step: what a generation takes longer for more tokens."""
-    llm = _llm(device, raw, batch, sizes.context + 2 * sizes.steps + 1, is_eager)
     lengths = (sizes.context,) * batch
     took = {}
     for steps in (1, sizes.steps + 1):
         _generate(llm, raw, lengths, steps)
-        took[steps] = min(_seconds(device, partial(_generate, llm, raw, lengths, steps)) for _ in range(2))
-    llm.shutdown()
+        took[steps] = min(seconds_of(device, partial(_generate, llm, raw, lengths, steps)) for _ in range(2))
     return (took[sizes.steps + 1] - took[1]) / sizes.steps
 
 
-def _llm(device: str, raw: dict[str, Any], batch: int, longest: int, is_eager: bool | None) -> LLM:
+def prefill_seconds(device: str, llm: LLM, raw: dict[str, Any], sizes: Sizes) -> float:
+    """Seconds of all prompts, the best of three runs."""
+    return min(seconds_of(device, partial(_generate, llm, raw, sizes.prompts, 1, seed)) for seed in range(3))
+
+
+def new_engine(device: str, raw: dict[str, Any], batch: int, longest: int, **arguments: Any) -> LLM:
+    """An engine for `batch` sequences of at most `longest` tokens."""
     blocks = batch * (-(-longest // 16) + 1)
-    arguments = {"max_model_len": longest, "max_num_seqs": batch, "num_gpu_blocks_override": blocks}
-    return new_llm(raw, device, ROLLOUT_OPS, "bfloat16", enforce_eager=is_eager, **arguments)
+    given = {"max_model_len": longest, "max_num_seqs": batch, "num_gpu_blocks_override": blocks, "enforce_eager": None}
+    return new_llm(raw, device, ROLLOUT_OPS, "bfloat16", **(given | arguments))
 
 
 def _generate(llm: LLM, raw: dict[str, Any], lengths: tuple[int, ...], steps: int, seed: int = 0) -> None:
     llm.generate(prompts(lengths, raw["vocab_size"], seed), drawn(steps), use_tqdm=False)
 
 
-def _seconds(device: str, run: Callable[[], object]) -> float:
+def seconds_of(device: str, run: Callable[[], object]) -> float:
     platform = resolve_platform(device)
     platform.synchronize()
     start = time.perf_counter()

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from vllm.config import LOGPROBS_MODES, VllmConfig
 from vllm.distributed.parallel_state import GroupCoordinator
-from vllm.ops.weights import NewWeight, new_plain_weight
+from vllm.ops.weights import Fp8Operand, NewWeight, PackedWeight, block_scales_of, dense, new_plain_weight
 
 KVCache: TypeAlias = tuple[Tensor, ...]
 """One layer's paged cache in the layout of the op table that made it: each tensor is [num_blocks, ...]."""
@@ -162,6 +162,11 @@ def no_problems(config: VllmConfig) -> list[str]:
     return []
 
 
+def takes_no_fp8(weight: Tensor) -> bool:
+    """The `RolloutOps.takes_fp8` of a table without FP8 products."""
+    return False
+
+
 def add_layer_at_once(x_TH: Tensor, layer: Callable[[Tensor], Tensor], given_TH: Tensor) -> Tensor:
     """The `RolloutOps.add_layer` that runs all rows at once."""
     return layer(given_TH).add_(x_TH)
@@ -171,7 +176,8 @@ def add_layer_at_once(x_TH: Tensor, layer: Callable[[Tensor], Tensor], given_TH:
 class RolloutOps:
     """A complete op table. Outputs have the dtype of the first tensor unless stated; tolerances are to the reference.
 
-    A weight is what the table's `new_weight` made, a `PackedWeight` or a tensor, or any other tensor.
+    A weight is what the table's `new_weight` made, a `PackedWeight` or a tensor, or any other tensor; linear,
+    fused_experts and exchanged_experts are given its `operand`.
 
     new_kv_cache(num_blocks, block_size, L, R, dtype, device, layout) -> KVCache
         One layer's cache, finite everywhere (masked positions are multiplied by zero, so garbage must not be NaN).
@@ -271,7 +277,8 @@ class RolloutOps:
     # head_linear: the engine may then compute the last token of a prompt as a decode step.
     prefill_equals_decode: bool = False
     # Whether head_linear's kernel copies a weight whose matrices do not lie one after another: the engine then keeps
-    # what it multiplies with in that form too (`WeightCopies`).
+    # what it multiplies with in that form too (`WeightCopies`), as it does where that weight is held in FP8 and the
+    # others are multiplied in it.
     copies_strided_weights: bool = False
     new_weight: NewWeight = new_plain_weight
     # embedding(ids_T, weight) -> [T, I], rows of a weight that `new_weight` made with `by_row`.
@@ -287,6 +294,9 @@ class RolloutOps:
     # connect_exchange(config, group): make what exchanged_experts sends through, before the cache is sized; every rank
     # of the group calls it once. None: collectives of the group suffice.
     connect_exchange: Callable[[VllmConfig, GroupCoordinator], None] | None = None
+    # takes_fp8(weight) -> whether the table multiplies a weight held in FP8 blocks with FP8 activations, as
+    # vllm/ops/reference_fp8.py does, 1e-5 (fp32), 1e-2 (bf16). All others are dequantised for each product.
+    takes_fp8: Callable[[Tensor], bool] = takes_no_fp8
 
     def __post_init__(self) -> None:
         if set(self.implementations) != self.entries():
@@ -294,6 +304,18 @@ class RolloutOps:
                 f"implementations of an op table must be native or reference for each of {sorted(self.entries())}, "
                 f"got {self.implementations}"
             )
+
+    @property
+    def multiplies_fp8(self) -> bool:
+        """Whether the table has FP8 products at all."""
+        return self.takes_fp8 is not takes_no_fp8
+
+    def operand(self, weight: Tensor | PackedWeight) -> Any:
+        """Return what the table's products take of a weight."""
+        scales = block_scales_of(weight)
+        if scales is None or not isinstance(weight, Tensor) or not self.takes_fp8(weight):
+            return dense(weight)
+        return Fp8Operand(weight.data, scales)
 
     @classmethod
     def entries(cls) -> set[str]:

@@ -117,6 +117,20 @@ def new_plain_weight(
     return nn.Parameter(torch.empty(*experts, in_size, sum(out_sizes)).transpose(-1, -2), requires_grad=False)
 
 
+def new_row_major_weight(
+    out_sizes: Sequence[int],
+    in_size: int,
+    num_experts: int | None = None,
+    *,
+    by_row: bool = False,
+    may_pack: bool = True,
+) -> Weight:
+    """Return a parameter [(E,) O, I] whose memory is in this order: both factors of x weight^T then have their inputs
+    side by side, the one order that tensor cores take of FP8.
+    """
+    return new_plain_weight(out_sizes, in_size, num_experts, by_row=True)
+
+
 @dataclass(frozen=True)
 class BlockScales:
     """What turns an e4m3 parameter [..., R, C] back: element (r, c) times scale_inv[..., row_blocks[r], its column's].
@@ -128,11 +142,40 @@ class BlockScales:
     row_blocks_R: Tensor  # int64
     column_blocks_C: Tensor | None  # int64; None: whole blocks from the first column on
     dtype: torch.dtype  # of products
+    has_whole_row_blocks: bool = False  # whether row r's is r // 128, as far as the host knows
+
+
+def block_scales_of(weight: Tensor | PackedWeight) -> BlockScales | None:
+    """Return the scales of a weight that is held in FP8 blocks, None for any other weight."""
+    scales: BlockScales | None = getattr(weight, "block_scales", None)
+    return scales
+
+
+@dataclass(frozen=True)
+class Fp8Operand:
+    """A weight in FP8 blocks as products with FP8 activations take it (`vllm.ops.reference_fp8`): its own memory."""
+
+    values: Tensor  # e4m3 [(E,) O, I]
+    scales: BlockScales
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the activations and the results."""
+        return self.scales.dtype
 
 
 def dense(weight: Tensor | PackedWeight) -> Any:
-    """Return a weight as products take it: itself, or dequantised, in its memory order, when it is held in FP8."""
-    scales: BlockScales | None = getattr(weight, "block_scales", None)
+    """Return a weight as products of its dtype take it: itself, or dequantised, in its memory order, when it is held in
+    FP8.
+    """
+    scales = block_scales_of(weight)
     if scales is None:
         return weight
     assert isinstance(weight, Tensor)

@@ -119,8 +119,10 @@ class Bounds:
         """Bytes of weights on a rollout rank."""
         shares_tokens = self.settings.use_sequence_parallel_moe
         parameters, routers = rollout_rank(self.hf, rollout.tp, rollout.expert_ranks, shares_tokens)
-        copies = absorbed_copies(self.hf, rollout.tp) if self.device.family == "ascend" else 0
-        return (parameters + copies) * rollout.weight_bytes + routers * ROUTER_BYTES
+        multiplies_fp8 = rollout.weight_bytes < 2 and self.device.peak_fp8_tflops > 0
+        has_copies = self.device.family == "ascend" or multiplies_fp8
+        copies = absorbed_copies(self.hf, rollout.tp) * max(rollout.weight_bytes, 2.0) if has_copies else 0.0
+        return parameters * rollout.weight_bytes + copies + routers * ROUTER_BYTES
 
     def host_bytes(self, shape: RunShape) -> float:
         """The host memory of a node whose ranks all need as much as the one that needs most."""

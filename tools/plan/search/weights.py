@@ -53,7 +53,9 @@ def rollout_rank(hf: HFModelConfig, tp: int, expert_ranks: int, shares_tokens: b
 
 
 def absorbed_copies(hf: HFModelConfig, tp: int) -> int:
-    """Values of the contiguous W_UK and W_UV that Ascend's rollout engine keeps beside the weights."""
+    """Values of the contiguous W_UK and W_UV that a rollout engine keeps beside the weights: on Ascend, and where FP8
+    weights are multiplied in FP8.
+    """
     if not hf.is_mla:
         return 0
     heads = hf.num_attention_heads // tp

@@ -55,6 +55,14 @@ class _Rollout:
         # Bytes of the cache of one token and layer on one rank.
         self.cache_per_token = layer.cache * CACHE_BYTES / min(self.rollout.tp, layer.cache_shards)
 
+    @property
+    def peak_of_weights(self) -> float:
+        """Operations a second of products with weights, at best: FP8 weights are multiplied as such where a device does
+        that at all.
+        """
+        is_fp8 = self.rollout.weight_bytes < 2 and self.device.peak_fp8_tflops > 0
+        return self.device.peak_fp8_tflops * 1e12 if is_fp8 else self.device.peak_flops
+
     def seconds(self) -> dict[str, float]:
         """See ``rollout_seconds``."""
         lengths, responses = self.lengths, self.lengths.responses
@@ -98,8 +106,7 @@ class _Rollout:
         computed = self._graph_size(sequences)
         bytes_per_s = device.hbm_bytes_per_s * rates.memory_efficiency
         flops_per_s = device.peak_flops * rates.decode_efficiency
-        is_fp8 = rollout.weight_bytes < 2 and device.peak_fp8_tflops > 0
-        peak = device.peak_fp8_tflops * 1e12 * rates.decode_efficiency if is_fp8 else flops_per_s
+        peak = self.peak_of_weights * rates.decode_efficiency
         dense = max(
             2.0 * work.dense_parameters / rollout.tp * computed / peak,
             work.dense_parameters / rollout.tp * rollout.weight_bytes / bytes_per_s,
@@ -165,8 +172,9 @@ class _Rollout:
             + work.num_dense * work.layer.dense_mlp
             + work.num_moe * (work.topk * work.layer.expert + work.layer.shared)
         )
-        flops = rows * prompt * (per_token + work.num_layers * work.layer.score * prompt / 2)
-        return flops / self.rollout.tp / (self.device.peak_flops * self.rates.train_efficiency)
+        scores = work.num_layers * work.layer.score * prompt / 2
+        token_s = per_token / self.peak_of_weights + scores / self.device.peak_flops
+        return rows * prompt * token_s / self.rollout.tp / self.rates.train_efficiency
 
     def _graph_size(self, sequences: float) -> float:
         """Sequences that a step computes: the smallest captured graph that holds them; without graphs, themselves."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -36,7 +36,6 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.token_share import TokenShare
 from vllm.model_executor.model_loader.weight_view import WeightView, view_of
 from vllm.ops.contract import KVCache, RolloutOps, RunBeside, run_when_asked
-from vllm.ops.weights import dense
 from vllm.transformers_utils.config import HFConfig
 
 
@@ -155,7 +154,7 @@ class FusedMoE(nn.Module):
         if context.routed_experts is not None:
             context.routed_experts.append(share.gather(ids_SK))
         return self.ops.exchanged_experts(
-            x_SH, dense(self.w13), dense(self.w2), weights_SK, ids_SK, share.num_active, self.parallel.exchange
+            x_SH, *self._operands(), weights_SK, ids_SK, share.num_active, self.parallel.exchange
         )
 
     def _routed(self, x_TH: Tensor, context: ForwardContext, own: slice) -> Tensor:
@@ -163,7 +162,10 @@ class FusedMoE(nn.Module):
         weights_TK, ids_TK = self._route(x_TH)
         if context.routed_experts is not None:
             context.routed_experts.append(ids_TK[own])
-        return self.ops.fused_experts(x_TH, dense(self.w13), dense(self.w2), weights_TK, ids_TK, self.first_expert)
+        return self.ops.fused_experts(x_TH, *self._operands(), weights_TK, ids_TK, self.first_expert)
+
+    def _operands(self) -> tuple[Any, Any]:
+        return self.ops.operand(self.w13), self.ops.operand(self.w2)
 
     def _route(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
         hf = self.hf

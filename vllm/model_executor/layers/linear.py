@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.model_executor.model_loader.weight_view import WeightView, view_of
 from vllm.ops.contract import RolloutOps
-from vllm.ops.weights import dense
 
 ALONE = GroupCoordinator(0, 1, None)
 
@@ -44,7 +43,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x_TI: Tensor) -> Tensor:
         """[T, in] -> [T, sum(out) / TP], the matrices' outputs one after the other."""
-        return self.ops.linear(x_TI, dense(self.weight))
+        return self.ops.linear(x_TI, self.ops.operand(self.weight))
 
     def weight_views(self, *names: str) -> dict[str, WeightView]:
         """Targets of the matrices, in the order of out_sizes."""
@@ -68,7 +67,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x_TI: Tensor, reduce: bool = True) -> Tensor:
         """[T, in / TP] -> [T, out]."""
-        out = self.ops.linear(x_TI, dense(self.weight))
+        out = self.ops.linear(x_TI, self.ops.operand(self.weight))
         return self.tp.all_reduce(out) if reduce else out
 
     def weight_views(self, name: str) -> dict[str, WeightView]:

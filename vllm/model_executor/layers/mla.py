@@ -31,7 +31,7 @@ class MultiHeadLatentAttention(nn.Module):
     W_UV.
 
     W_UK and W_UV are views of kv_b_proj's weight, so new weights need no refresh (held in FP8, of its blocks multiplied
-    out for the call), or copies of these that follow it.
+    out for the call), or copies of these that follow it, dequantised.
     """
 
     def __init__(self, hf: HFConfig, parallel: ParallelState, ops: RolloutOps) -> None:
@@ -85,7 +85,8 @@ class MultiHeadLatentAttention(nn.Module):
         q_TNC = self._queries(q_T).view(len(q_T), self.num_heads, -1)
         q_nope_TNP = q_TNC[..., : hf.qk_nope_head_dim]
         q_rope_TNR = ops.rotary_interleaved(q_TNC[..., hf.qk_nope_head_dim :], cos_TR, sin_TR)
-        kv_b_NCL = dense(self.kv_b).view(self.num_heads, -1, hf.kv_lora_rank)
+        is_multiplied = context.prefill is not None or self.absorbed is None  # by more than the copies of its halves
+        kv_b_NCL = (dense(self.kv_b) if is_multiplied else self.kv_b).view(self.num_heads, -1, hf.kv_lora_rank)
         split, parts = context.num_decode_tokens, []
         written()
         if context.decode is not None and ops.mla_decode is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -20,7 +21,8 @@ from hf_formats.fp8 import (
     touched,
 )
 from vllm.model_executor.model_loader.weight_view import Shard, Weight, WeightView, empty_shard
-from vllm.ops.weights import BlockScales, PackedWeight, WeightCopies
+from vllm.ops.contract import RolloutOps
+from vllm.ops.weights import BlockScales, PackedWeight, WeightCopies, block_scales_of
 
 MAX_UNPAIRED_BYTES = 4 << 30
 
@@ -90,6 +92,18 @@ def hold_in_fp8(views: dict[str, WeightView]) -> dict[str, WeightView]:
     return result
 
 
+def fp8_products_in_words(model: nn.Module, ops: RolloutOps) -> str:
+    """Return a sentence for the log: how many weights held in FP8 are multiplied in it, and which are not, as latent
+    attention's kv_b never is.
+    """
+    held = {name: p for name, p in model.named_parameters() if block_scales_of(p) is not None}
+    others = [name for name, p in held.items() if name.endswith(".kv_b") or not ops.takes_fp8(p)]
+    if len(others) == len(held):
+        return "storage only, they are dequantised for every product"
+    kinds = ", ".join(sorted({re.sub(r"\.\d+\.", ".*.", name) for name in others}))
+    return f"{len(held) - len(others)} of {len(held)} are multiplied in FP8, dequantised are {kinds or 'none'}"
+
+
 class Fp8Pairs:
     """Pairs the FP8 tensors of a stream with their scales, which may come earlier, later, or in a later call."""
 
@@ -140,7 +154,11 @@ def _convert(views: dict[str, WeightView]) -> dict[str, WeightView]:
     column_blocks = torch.arange(c0, c1, device=device) // BLOCK - c0 // BLOCK
     scale_inv = torch.ones(*parameter.shape[:-2], count, len(range(*touched(c0, c1))), device=device)
     scales = BlockScales(
-        scale_inv, torch.cat(row_blocks).to(device), None if is_aligned else column_blocks, dtype=dtype
+        scale_inv,
+        torch.cat(row_blocks).to(device),
+        None if is_aligned else column_blocks,
+        dtype=dtype,
+        has_whole_row_blocks=all(start % BLOCK == r0 % BLOCK == 0 for start, _, r0, _ in segments),
     )
     parameter.data = torch.empty_like(parameter.data, dtype=FP8_DTYPE)
     parameter.block_scales = scales  # type: ignore[attr-defined]

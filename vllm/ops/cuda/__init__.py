@@ -2,6 +2,6 @@
 
 from vllm.ops.cuda.deep_ep import deep_ep_ops
 from vllm.ops.cuda.flash_mla import flash_mla_ops
-from vllm.ops.cuda.table import rollout_ops
+from vllm.ops.cuda.table import deep_gemm_ops, rollout_ops
 
-__all__ = ["deep_ep_ops", "flash_mla_ops", "rollout_ops"]
+__all__ = ["deep_ep_ops", "deep_gemm_ops", "flash_mla_ops", "rollout_ops"]

@@ -1,7 +1,7 @@
 """The experts of this rank on NVIDIA devices: torch sorts choices by expert and multiplies bfloat16 with
 `torch.nn.functional.grouped_mm`, whose groups end where a tensor on the device says; routing, the weighted sum and the
-products of other dtypes are kernels. Nothing waits for the device, and no shape depends on the routing: rows of other
-ranks' experts are sorted to the end and not multiplied.
+products of other dtypes, FP8 too (``fp8.py``), are kernels. Nothing waits for the device, and no shape depends on the
+routing: rows of other ranks' experts are sorted to the end and not multiplied.
 
 Limits: at most 32,767 experts. grouped_mm wants rows of whole 16 bytes; others take the kernel, several times slower
 for many rows. Tolerance: 1e-5 (float32), 1e-2 (bfloat16).
@@ -15,8 +15,10 @@ from torch import Tensor
 
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.ops.cuda.exchange import exchanged_experts
+from vllm.ops.cuda.fp8 import Fp8Products
 from vllm.ops.cuda.launch import Launch, tile_for
 from vllm.ops.cuda.rows import RowOps
+from vllm.ops.weights import Fp8Operand
 
 _GROUPED_MM_STEP = 8  # sizes that are 16 bytes of bfloat16
 _MOST_CHOICES = 1 << 15  # at a time: each is a row of x and of two products, whoever holds its expert
@@ -25,8 +27,8 @@ _MOST_CHOICES = 1 << 15  # at a time: each is a row of x and of two products, wh
 class ExpertOps:
     """See ``RolloutOps.topk_router``, ``fused_experts`` and ``exchanged_experts``."""
 
-    def __init__(self, launch: Launch, rows: RowOps) -> None:
-        self._launch, self._rows = launch, rows
+    def __init__(self, launch: Launch, rows: RowOps, fp8: Fp8Products) -> None:
+        self._launch, self._rows, self._fp8 = launch, rows, fp8
 
     def topk_router(
         self,
@@ -66,8 +68,8 @@ class ExpertOps:
     def fused_experts(
         self,
         x_TH: Tensor,
-        w13_E2FH: Tensor,
-        w2_EHF: Tensor,
+        w13_E2FH: Tensor | Fp8Operand,
+        w2_EHF: Tensor | Fp8Operand,
         weights_TK: Tensor,
         ids_TK: Tensor,
         first_expert: int,
@@ -81,7 +83,13 @@ class ExpertOps:
         return out_TH
 
     def _write_experts(
-        self, x_TH: Tensor, w13_E2FH: Tensor, w2_EHF: Tensor, weights_TK: Tensor, ids_TK: Tensor, out_TH: Tensor
+        self,
+        x_TH: Tensor,
+        w13_E2FH: Tensor | Fp8Operand,
+        w2_EHF: Tensor | Fp8Operand,
+        weights_TK: Tensor,
+        ids_TK: Tensor,
+        out_TH: Tensor,
     ) -> None:
         """`fused_experts` of a few tokens; ids count from this rank's first expert."""
         num_experts, (tokens, hidden) = len(w13_E2FH), x_TH.shape
@@ -92,9 +100,16 @@ class ExpertOps:
         ends_E = torch.searchsorted(sorted_S, experts_E, right=True, out_int32=True)
         place_S = torch.empty_like(order_S)
         place_S.scatter_(0, order_S, torch.arange(len(order_S), device=x_TH.device))
-        x_SH = x_TH.index_select(0, order_S // ids_TK.shape[1])
-        gate_up_S2F = self._grouped_product(x_SH, w13_E2FH, ends_E)
-        product_SH = self._grouped_product(self._rows.silu_and_mul(gate_up_S2F), w2_EHF, ends_E)
+        tokens_S = order_S // ids_TK.shape[1]
+        if isinstance(w13_E2FH, Fp8Operand):
+            gate_up_S2F = self._fp8.grouped(self._fp8.quantize(x_TH), w13_E2FH, ends_E, tokens_S)
+        else:
+            gate_up_S2F = self._grouped_product(x_TH.index_select(0, tokens_S), w13_E2FH, ends_E)
+        if isinstance(w2_EHF, Fp8Operand):
+            inner = self._fp8.silu_and_mul(gate_up_S2F, ends_E[-1:])
+            product_SH = self._fp8.grouped(inner, w2_EHF, ends_E, None)
+        else:
+            product_SH = self._grouped_product(self._rows.silu_and_mul(gate_up_S2F), w2_EHF, ends_E)
         tile = min(tile_for(hidden), 1024)
         self._launch(
             "sum_of_experts",
@@ -132,8 +147,8 @@ class ExpertOps:
     def exchanged_experts(
         self,
         x_TH: Tensor,
-        w13_E2FH: Tensor,
-        w2_EHF: Tensor,
+        w13_E2FH: Tensor | Fp8Operand,
+        w2_EHF: Tensor | Fp8Operand,
         weights_TK: Tensor,
         ids_TK: Tensor,
         num_active: int,

@@ -19,7 +19,12 @@ from vllm.model_executor.layers.fused_moe import bytes_per_token, new_choices_ca
 from vllm.model_executor.model_loader.checkpoint_reader import CheckpointReader, each_once, iterate_dummy
 from vllm.model_executor.model_loader.collect_digests import collect_digests, shard_digests
 from vllm.model_executor.model_loader.digest import WeightDigest
-from vllm.model_executor.model_loader.fp8_weight_view import Fp8Pairs, hold_in_fp8, weight_storage
+from vllm.model_executor.model_loader.fp8_weight_view import (
+    Fp8Pairs,
+    fp8_products_in_words,
+    hold_in_fp8,
+    weight_storage,
+)
 from vllm.model_executor.model_loader.shard_writer import ShardWriter, WeightUpdate
 from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.ops.contract import KVCache, RolloutOps
@@ -45,6 +50,7 @@ class Worker:
         self.model = self._build_model(parallel)
         if config.model.quantization == "fp8":
             self.model.weight_views = hold_in_fp8(self.model.weight_views)
+            logger.info("weights held in FP8: %s", fp8_products_in_words(self.model, ops))
         for tensor in weight_storage(self.model):
             platform.prefer_large_pages(tensor)
         self.names_to_load: set[str] = set(self.model.weight_views)
@@ -250,6 +256,8 @@ class Worker:
         ops = self.ops
         if self.config.model.quantization == "fp8":  # FP8 blocks replace the tensors of the weights
             ops = replace(ops, new_weight=partial(ops.new_weight, may_pack=False))
+            if ops.multiplies_fp8:  # the one weight that decode steps would dequantise: see MultiHeadLatentAttention
+                ops = replace(ops, copies_strided_weights=True)
         default_dtype = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)
         try:

@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
-# The interpreter computes with the bits of a bfloat16 as if they were an integer, and cuts off what it should round.
+# The interpreter computes with the bits of a bfloat16 or an FP8 as if they were an integer; it cuts off what it should
+# round to a bfloat16, and rounds up to an FP8's next power of two wrongly.
 IS_INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
@@ -24,6 +25,10 @@ def rounded(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
     if IS_INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
         x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
+    if IS_INTERPRETED and dtype == tl.float8e4nv:
+        bits = x.to(tl.int32, bitcast=True)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+        x = tl.where(tl.abs(x) < 0.015625, (x + 24576.0) - 24576.0, normal)  # below, steps of 1/512
     return x.to(dtype)
 
 
