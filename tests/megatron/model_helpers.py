@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.ops import reference_ops
+from megatron.core.ops import TrainOps, reference_ops
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import ProcessGroups
 from megatron.core.transformer.transformer_config import MLATransformerConfig
@@ -97,9 +97,11 @@ def one_process_groups() -> Iterator[ProcessGroups]:
             parallel_state.destroy_model_parallel()
 
 
-def make_model(config: MLATransformerConfig, groups: ProcessGroups, seed: int = 7) -> GPTModel:
+def make_model(
+    config: MLATransformerConfig, groups: ProcessGroups, seed: int = 7, ops: TrainOps | None = None
+) -> GPTModel:
     """A model with random weights and a random non-zero expert bias, the same in every layout."""
-    model = GPTModel(config, groups, reference_ops())
+    model = GPTModel(config, groups, ops or reference_ops())
     model.init_weights(seed)
     for layer in model.decoder.layers:
         if config.is_moe_layer(layer.global_layer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -36,13 +37,21 @@ _NAMES = {
 }
 
 
-def cuda_ops() -> TrainOps:
+_FP8_NAME = "native (triton, FP8: e4m3 blocks of activations, gradients and weights)"
+_FP8_CAPABILITY = (9, 0)
+
+
+def cuda_ops(fp8: str | None = None, fp8_recipe: str | None = None) -> TrainOps:
     """The table (provider ``megatron.core.ops.cuda:cuda_ops``); nothing touches a device before an op is called.
 
     Products are added up in float32, as the contract says: torch's setting that lets bfloat16 do less is put off.
 
+    Args:
+        fp8, fp8_recipe: Megatron's names; with "e4m3" and "blockwise" linear layers and experts multiply e4m3 blocks,
+            forward and for both gradients (``reference_fp8``).
+
     Raises:
-        ValueError: triton is not installed, or this torch has no grouped_mm.
+        ValueError: triton is not installed, this torch has no grouped_mm, or the GPU no FP8.
     """
     if importlib.util.find_spec("triton") is None:
         raise ValueError(
@@ -58,7 +67,7 @@ def cuda_ops() -> TrainOps:
 
     attention = FlashAttention()
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    return TrainOps(
+    table = TrainOps(
         rms_norm=rows.rms_norm,
         swiglu=rows.swiglu,
         rotary_interleaved=rows.rotary_interleaved,
@@ -74,4 +83,25 @@ def cuda_ops() -> TrainOps:
         cross_entropy_grad=vocab.cross_entropy_grad,
         adamw_step=fused_adamw.adamw_step,
         names=dict(_NAMES),
+    )
+    return table if fp8 is None and fp8_recipe is None else _with_fp8(table, fp8, fp8_recipe)
+
+
+def _with_fp8(table: TrainOps, fp8: str | None, recipe: str | None) -> TrainOps:
+    if (fp8, recipe) != ("e4m3", "blockwise"):
+        raise ValueError(
+            f"fp8 is {fp8!r} and fp8_recipe {recipe!r}: the CUDA train ops have fp8='e4m3' with fp8_recipe='blockwise'"
+        )
+    if torch.cuda.is_available() and (capability := torch.cuda.get_device_capability()) < _FP8_CAPABILITY:
+        raise ValueError(
+            f"fp8={fp8!r} needs a GPU of compute capability 9.0 (H100) or later, and {torch.cuda.get_device_name()} "
+            f"has {'.'.join(map(str, capability))}: leave fp8 out"
+        )
+    from megatron.core.ops.cuda import fp8 as products
+
+    return replace(
+        table,
+        grouped_matmul=products.grouped_matmul,
+        linear_products=products.Fp8Products(),
+        names=table.names | dict.fromkeys(("grouped_matmul", "linear_products"), _FP8_NAME),
     )
