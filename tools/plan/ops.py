@@ -44,11 +44,11 @@ class Routing:
         return torch.cat([here, elsewhere % num_experts]).view(num_tokens, topk)
 
 
-def train_ops(device: str, routing: Routing, pads_values: bool = True) -> TrainOps:
+def train_ops(device: str, routing: Routing, pads_values: bool = True, has_fp8: bool = False) -> TrainOps:
     """The table that a run uses on ``device`` (cpu, cuda or npu), with its experts chosen by ``routing``.
 
     Those of cuda and npu keep the tensors that their kernels keep; their results have shapes and no values.
-    pads_values: its attention widens values to the keys' head size.
+    pads_values: Ascend's attention widens values to the keys' head size. has_fp8: CUDA's products are of FP8 blocks.
     """
     table = cpu_ops() if device == "cpu" else reference_ops()
     if device != "cpu":
@@ -57,7 +57,7 @@ def train_ops(device: str, routing: Routing, pads_values: bool = True) -> TrainO
     if device == "npu":
         table = npu_table(table, pads_values)
     elif device == "cuda":
-        table = cuda_table(table)
+        table = cuda_table(table, has_fp8)
 
     def route(logits_TE: Tensor, *, topk: int, chosen_TK: Tensor | None = None, **how: Any) -> tuple[Tensor, Tensor]:
         chosen_TK = routing.chosen(logits_TE.shape[0], topk, logits_TE.shape[1])  # also where choices are replayed
