@@ -31,6 +31,7 @@ PARTS = {
     "rollout model": Part("tools.gpu_day.parity", "rollout_models", 90),
     "decode": Part("tools.gpu_day.speed", "decode", 120),
     "training": Part("tools.gpu_day.speed", "training", 90),
+    "fp8 training": Part("tools.gpu_day.fp8_training", "fp8_training", 150),
     "prefill": Part("tools.gpu_day.speed", "prefill", 90),
     "sleep": Part("tools.gpu_day.speed", "sleep", 60),
 }

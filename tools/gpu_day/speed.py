@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.core.ops import resolve
+from megatron.core.ops import TrainOps, resolve
 from tools.bench.models import (
     CHECKPOINTS,
     ITEM_BYTES,
@@ -87,7 +87,7 @@ def prefill(device: str, rows: Rows) -> None:
     sizes, limits = _sizes(device), _limits(device, rows)
     for name, raw in sizes.models.items():
         llm = _llm(device, raw, len(sizes.prompts), max(sizes.prompts) + 1, None)
-        took = min(_seconds(device, partial(_generate, llm, raw, sizes.prompts, 1, seed)) for seed in range(3))
+        took = min(seconds(device, partial(_generate, llm, raw, sizes.prompts, 1, seed)) for seed in range(3))
         llm.shutdown()
         least = prefill_work(parsed(raw), ITEM_BYTES["bfloat16"], list(sizes.prompts))
         note = f"{sum(sizes.prompts) / took:.0f} tok/s"
@@ -96,16 +96,33 @@ def prefill(device: str, rows: Rows) -> None:
 
 def training(device: str, rows: Rows) -> None:
     """A packed training step against its products."""
-    sizes, limits = _sizes(device), _limits(device, rows)
-    trainer = Trainer(sizes.trained, resolve(TRAIN_OPS), device, torch.bfloat16)
+    limits, steps = _limits(device, rows), training_steps(device, resolve(TRAIN_OPS))
+    share = steps.flops / steps.seconds / limits.flops_per_s
+    rows.measured("DeepSeek-V3's layers, bf16", share, "MFU", 0.4, steps.note)
+
+
+class TrainingSteps(NamedTuple):
+    """Packed steps of DeepSeek-V3's layers with their updates: the quickest one's seconds, and its operations."""
+
+    seconds: float
+    flops: float
+    losses: list[float]
+    note: str
+
+
+def training_steps(device: str, ops: TrainOps) -> TrainingSteps:
+    """Three on a GPU, one on a CPU."""
+    sizes = _sizes(device)
+    trainer = Trainer(sizes.trained, ops, device, torch.bfloat16)
     batch = random_batch(list(sizes.lengths), sizes.trained["vocab_size"], 0)
-    took = min(_seconds(device, lambda: trainer.step(batch)) for _ in range(3))
+    losses: list[float] = []
+    took = min(seconds(device, lambda: losses.append(trainer.step(batch))) for _ in range(3 if device == "cuda" else 1))
     work = model_work(parsed(sizes.trained))
     flops = sum(3 * length * train_flops_per_token(work, (length + 1) / 2) for length in sizes.lengths)
     note = f"{batch.num_tokens / took:.0f} tok/s, no recompute"
     if device == "cuda":
         note += f", at most {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"
-    rows.measured("DeepSeek-V3's layers, bf16", flops / took / limits.flops_per_s, "MFU", 0.4, note)
+    return TrainingSteps(took, flops, losses, note)
 
 
 def sleep(device: str, rows: Rows) -> None:
@@ -137,8 +154,8 @@ def _limits(device: str, rows: Rows) -> Limits:
     source = torch.ones((1 << 28) // scale**2, device=device)
     target = torch.empty_like(source)
     left, right = (torch.randn(8192 // scale, 8192 // scale, device=device, dtype=torch.bfloat16) for _ in range(2))
-    copy_s = min(_seconds(device, lambda: target.copy_(source)) for _ in range(5))
-    product_s = min(_seconds(device, lambda: left @ right) for _ in range(5))
+    copy_s = min(seconds(device, lambda: target.copy_(source)) for _ in range(5))
+    product_s = min(seconds(device, lambda: left @ right) for _ in range(5))
     limits = Limits(2 * source.nbytes / copy_s, 2 * left.shape[0] ** 3 / product_s)
     rows.measured("memory", limits.bytes_per_s / 1e9, "GB/s")
     rows.measured("bf16 products", limits.flops_per_s / 1e12, "TFLOP/s")
@@ -152,7 +169,7 @@ def _step_seconds(device: str, raw: dict[str, Any], sizes: Sizes, batch: int, is
     took = {}
     for steps in (1, sizes.steps + 1):
         _generate(llm, raw, lengths, steps)
-        took[steps] = min(_seconds(device, partial(_generate, llm, raw, lengths, steps)) for _ in range(2))
+        took[steps] = min(seconds(device, partial(_generate, llm, raw, lengths, steps)) for _ in range(2))
     llm.shutdown()
     return (took[sizes.steps + 1] - took[1]) / sizes.steps
 
@@ -167,7 +184,7 @@ def _generate(llm: LLM, raw: dict[str, Any], lengths: tuple[int, ...], steps: in
     llm.generate(prompts(lengths, raw["vocab_size"], seed), drawn(steps), use_tqdm=False)
 
 
-def _seconds(device: str, run: Callable[[], object]) -> float:
+def seconds(device: str, run: Callable[[], object]) -> float:
     platform = resolve_platform(device)
     platform.synchronize()
     start = time.perf_counter()
