@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
-from megatron.core.context_parallel.block import merge
 from megatron.core.ops import TrainOps
 from megatron.core.ops.cuda import attention
+from megatron.core.ops.reference_attention import merge, whole_sequence_attention
 from tests.megatron.cuda_op_helpers import MARKS, REFERENCE, TOLERANCE, assert_close, assert_same, randn
+from tests.megatron.model_helpers import shared_prompts
 
 pytestmark = MARKS
 
@@ -99,3 +102,22 @@ def test_heads_that_flash_attention_does_not_take_are_refused(cuda: TrainOps) ->
     q = torch.zeros(2, 1, 264, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="heads of 264 on CUDA: flash attention takes up to 256"):
         cuda.core_attention(q, q, q, torch.tensor([0, 2]).int(), 2, 0.3)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("prompts", "own"), [([7, 7, 7, 3, 3, 9, 0], [5, 0, 6, 1, 9, 2, 7]), ([4, 4], [0, 0])])
+def test_attention_of_samples_that_share_prompts(
+    cuda: TrainOps, flash_calls: list, dtype: torch.dtype, prompts: list[int], own: list[int]
+) -> None:
+    """As of whole sequences. A sample may end with its prompt, and a prompt may have one sample; the last has none."""
+    bounds, longest, shared = shared_prompts(prompts, own)
+    num_tokens = len(shared.whole_T)
+
+    def run(ops: TrainOps, *qkv: torch.Tensor) -> torch.Tensor:
+        attend = ops.shared_prompt_attention or partial(whole_sequence_attention, ops.core_attention)
+        return attend(*qkv, bounds, longest, 0.3, shared)
+
+    assert_same(cuda, run, dtype, (num_tokens, 4, 8), (num_tokens, 2, 8), (num_tokens, 2, 6))
+    if dtype == torch.bfloat16:  # the prompts and the samples' own tokens, then these to their prompts
+        calls = [(9, 9), (11, 9)] if any(own) else [(4, 4)]
+        assert flash_calls == [("forward", *size) for size in calls] + [("backward", *size) for size in calls]

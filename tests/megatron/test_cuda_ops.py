@@ -234,7 +234,9 @@ def test_adamw(cuda: TrainOps, moments_dtype: torch.dtype) -> None:
 
 def test_the_table_says_what_runs(cuda: TrainOps) -> None:
     ops = resolve("megatron.core.ops.cuda:cuda_ops")
-    assert set(ops.names) == set(REFERENCE.names) and all("native" in name for name in ops.names.values())
+    assert set(ops.names) == {*REFERENCE.names, "shared_prompt_attention"} and all(
+        "native" in name for name in ops.names.values()
+    )
     assert ops.names["core_attention"] == "native (aten flash attention) in half precision, else reference"
     for op in ONLY_ON_GPU:  # those that tests give a form of their own
         namespace, name = op.split("::")

@@ -11,7 +11,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.ops import TrainOps
+from megatron.core.ops.cuda import attention
 from tests.megatron.cuda_op_helpers import MARKS, REFERENCE, ROUTERS, randn
+from tests.megatron.model_helpers import shared_prompts
 
 pytestmark = MARKS
 
@@ -83,7 +85,9 @@ def test_the_watch_sees_the_host_wait(no_host: None) -> None:
             waits()
 
 
-def test_no_op_makes_the_host_wait(cuda: TrainOps, flash_calls: list, no_host: None) -> None:
+def test_no_op_makes_the_host_wait(
+    cuda: TrainOps, flash_calls: list, no_host: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Forward and backward in bfloat16, with counts and bounds on the device (here: where the tokens are)."""
     bf16, fp32 = torch.bfloat16, torch.float32
     covered = set()
@@ -105,6 +109,12 @@ def test_no_op_makes_the_host_wait(cuda: TrainOps, flash_calls: list, no_host: N
     q, k, v = (randn(bf16, 4, heads, size).requires_grad_() for heads, size in ((4, 8), (2, 8), (2, 6)))
     bounds = torch.tensor([0, 1, 4]).int()
     run("core_attention", q, k, v, bounds, 3, 0.3)
+    _Watch.is_paused = True  # spans are on the host
+    whole, longest, shared = shared_prompts([1, 1], [2, 1])
+    parts = attention._SharedParts.of(shared, q.device)
+    _Watch.is_paused = False
+    monkeypatch.setattr(attention._SharedParts, "of", lambda *_: parts)
+    run("shared_prompt_attention", q, k, v, whole, longest, 0.3, shared)
     q, k, v = (tensor.detach() for tensor in (q, k, v))
     out, lse = run("attention_block", q, k, v, bounds, bounds, 0.3)
     run("attention_block_grad", out, q, k, v, out, lse, bounds, bounds, 0.3)

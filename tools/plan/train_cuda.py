@@ -17,6 +17,7 @@ from megatron.core.ops import TrainOps
 from megatron.core.ops.cuda.attention import DTYPES, FlashAttention
 from megatron.core.ops.cuda.flash import Sequences
 from megatron.core.ops.fused_adamw import adamw_step
+from megatron.core.ops.reference_attention import whole_sequence_attention
 from megatron.core.ops.reference_moe import expert_order
 from megatron.core.utils import async_h2d
 from tools.plan.train_npu import kernel
@@ -35,6 +36,11 @@ def cuda_table(table: TrainOps, has_fp8: bool = False) -> TrainOps:
         swiglu=_swiglu,
         rotary_interleaved=_rotary,
         core_attention=choose("core_attention", flash),
+        shared_prompt_attention=lambda q, *others: (
+            flash.shared_prompts(q, *others)
+            if q.dtype in DTYPES
+            else whole_sequence_attention(table.core_attention, q, *others)
+        ),
         attention_block=choose("attention_block", flash.block),
         attention_block_grad=choose("attention_block_grad", flash.block_grad),
         grouped_matmul=_fp8_grouped_matmul if has_fp8 else choose("grouped_matmul", _grouped_matmul),

@@ -14,12 +14,14 @@ from megatron.core.ops import TrainOps
 from megatron.core.ops.cuda import cuda_ops
 from megatron.core.tensor_parallel.layers import linear
 from tests.megatron.flash_attention_form import flash_attention_on_cpu
+from tests.megatron.model_helpers import shared_prompts
 from tools.plan.ops import Routing, train_ops
 
 TOKENS, HEADS, KEYS, VALUES = 96, 4, 192, 128
 
 
 BOUNDS, COUNTS = torch.tensor([0, 10, TOKENS]).int(), torch.tensor([TOKENS - 1, 0, 1])
+SHARED = shared_prompts([60, 60], [TOKENS - 70, 10])
 # An entry's call, and the shapes of its inputs with gradients.
 CUDA_CALLS: dict[str, tuple[Callable, list[tuple[int, ...]]]] = {
     "rms_norm": (lambda ops, x, w: ops.rms_norm(x, w, 1e-6), [(TOKENS, 24), (24,)]),
@@ -35,6 +37,10 @@ CUDA_CALLS: dict[str, tuple[Callable, list[tuple[int, ...]]]] = {
     "core_attention of shared heads": (
         lambda ops, q, k, v: ops.core_attention(q, k, v, BOUNDS, TOKENS, 0.1),
         [(TOKENS, HEADS, 8), (TOKENS, 2, 8), (TOKENS, 2, 8)],
+    ),
+    "shared_prompt_attention": (
+        lambda ops, q, k, v: ops.shared_prompt_attention(q, k, v, *SHARED[:2], 0.1, SHARED[2].to(q.device)),
+        [(TOKENS, HEADS, 24), (TOKENS, HEADS, 24), (TOKENS, HEADS, 16)],
     ),
     "grouped_matmul": (lambda ops, x, w: ops.grouped_matmul(x, w, COUNTS), [(TOKENS, 16), (3, 16, 8)]),
     "token_permute": (lambda ops, x: ops.token_permute(x, _experts(x))[0], [(TOKENS, 8)]),

@@ -24,6 +24,7 @@ _NAMES = {
     "swiglu": "native (triton)",
     "rotary_interleaved": "native (triton)",
     "core_attention": _FLASH,
+    "shared_prompt_attention": _FLASH,
     "attention_block": _FLASH,
     "attention_block_grad": _FLASH,
     "matmul": "native (torch.mm)",
@@ -82,6 +83,7 @@ def cuda_ops(fp8: str | None = None, fp8_recipe: str | None = None) -> TrainOps:
         log_sum_exp=vocab.log_sum_exp,
         cross_entropy_grad=vocab.cross_entropy_grad,
         adamw_step=fused_adamw.adamw_step,
+        shared_prompt_attention=attention.shared_prompts,
         names=dict(_NAMES),
     )
     return table if fp8 is None and fp8_recipe is None else _with_fp8(table, fp8, fp8_recipe)
