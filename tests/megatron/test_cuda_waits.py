@@ -11,7 +11,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.ops import TrainOps
-from megatron.core.ops.cuda import attention
+from megatron.core.ops.cuda import attention, cuda_ops
+from megatron.core.tensor_parallel.layers import linear, products_of
 from tests.megatron.cuda_op_helpers import MARKS, REFERENCE, ROUTERS, randn
 from tests.megatron.model_helpers import shared_prompts
 
@@ -133,3 +134,11 @@ def test_no_op_makes_the_host_wait(
     how = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "grad_scale": 0.5}
     run("adamw_step", state[0], torch.ones(10), *state[1:], torch.zeros(10, dtype=bf16), step=1, **how)
     assert covered == set(cuda.names)
+
+
+def test_fp8_products_wait_for_nothing(no_host: None) -> None:
+    """Where experts' blocks of tokens begin is found out on the device."""
+    ops = cuda_ops(fp8="e4m3", fp8_recipe="blockwise")
+    x, w = (randn(torch.bfloat16, *shape).requires_grad_() for shape in ((4, 8), (3, 8, 16)))
+    ops.grouped_matmul(x, w, torch.tensor([1, 0, 3])).backward(torch.ones(4, 16, dtype=torch.bfloat16))
+    linear(x, w[0].t(), products_of(ops)).backward(torch.ones(4, 16, dtype=torch.bfloat16))

@@ -202,7 +202,7 @@ def multiply_tokens(
     columns = column * BLOCK + tl.arange(0, BLOCK)
     tokens = tl.arange(0, BLOCK)
     is_row, is_column = rows < a_width, columns < b_width
-    stride = num_blocks.to(tl.int64) * BLOCK
+    stride = num_blocks * BLOCK
     a_places = a + rows.to(tl.int64)[:, None] * stride + tokens[None, :]
     b_places = b + columns.to(tl.int64)[None, :] * stride + tokens[:, None]
     total = tl.zeros([BLOCK, BLOCK], dtype=tl.float32)
