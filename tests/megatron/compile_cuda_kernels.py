@@ -8,13 +8,17 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megatron.core.ops.cuda.kernels import experts, rows, vocab
+from megatron.core.ops.cuda.kernels import experts, fp8, rows, vocab
 
 H100 = GPUTarget("cuda", 90, 32)
 HALF, FLOAT, LONG, INT = "*bf16", "*fp32", "*i64", "*i32"
 TYPES = dict.fromkeys(("x", "weight", "out", "grad", "grad_x", "logits", "rows", "grad_rows", "products"), HALF)
 TYPES |= dict.fromkeys(("inverse", "parts", "cos", "sin", "lse", "mean", "sums", "probs", "grad_probs", "bias"), FLOAT)
 TYPES |= dict.fromkeys(("target", "row_map", "chosen"), LONG) | {"ends": INT, "eps": "fp32", "sign": "fp32"}
+TYPES |= {"experts": INT} | dict.fromkeys(("scales", "x_scales", "w_scales", "a_scales", "b_scales"), FLOAT)
+FP8 = "*fp8e4nv"
+QUANTIZED = {"values": FP8, "w": HALF}
+FORMS = {"GROUPED": True}, {"GROUPED": False, "ends": None, "experts": None}
 WEIGHTED = {"TOPK": 8, "BLOCK": 1024, "WEIGHTED": True}
 NOT_WEIGHTED = WEIGHTED | {"WEIGHTED": False, "probs": None}
 CHOICE = {"TOPK": 8, "HAS_BIAS": False, "bias": None}
@@ -45,15 +49,29 @@ CASES: list[tuple[Any, dict[str, Any], dict[str, str]]] = [
     ),
     (experts.add_products, {"BLOCK": 4096}, {}),
     (experts.clear_idle, {"BLOCK": 4096}, {}),
+    (fp8.quantize_rows, {"ROWS": 32}, QUANTIZED),
+    *((fp8.quantize_tokens, {"COLUMNS": 64} | form, QUANTIZED) for form in FORMS),
+    (fp8.quantize_weight, {"TRANSPOSED": True}, QUANTIZED),
+    *((fp8.multiply, {"ROWS_TOGETHER": 8} | form, {"x": FP8, "w": FP8}) for form in FORMS),
+    (fp8.multiply_tokens, {"ADDS": True, "GROUPED": True}, {"a": FP8, "b": FP8, "out": FLOAT}),
+    (fp8.multiply_tokens, {"ADDS": False, "GROUPED": False, "ends": None}, {"a": FP8, "b": FP8}),
 ]
+# Kernels that must use the tensor cores of an H100 for e4m3.
+TENSOR_CORE_KERNELS = (fp8.multiply, fp8.multiply_tokens)
 
 
 def main() -> None:
     for kernel, constants, types in CASES:
         names = [parameter.name for parameter in kernel.params]
         signature = {name: "constexpr" if name in constants else (TYPES | types).get(name, "i32") for name in names}
-        compiled = triton.compile(ASTSource(fn=kernel, signature=signature, constexprs=constants), target=H100)
+        multiplies = kernel in TENSOR_CORE_KERNELS
+        compiled = triton.compile(
+            ASTSource(fn=kernel, signature=signature, constexprs=constants),
+            target=H100,
+            options={"num_warps": 8, "num_stages": 4} if multiplies else None,
+        )
         assert compiled.asm["cubin"]
+        assert not multiplies or "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3" in compiled.asm["ptx"]
         print(kernel.__name__)
 
 

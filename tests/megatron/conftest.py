@@ -1,4 +1,4 @@
-"""A fixture for megatron tests that need process groups but only one process."""
+"""Fixtures for megatron tests: process groups of one process, and the table of CUDA with attention on the CPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,21 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
+from megatron.core.ops import TrainOps
+from megatron.core.ops.cuda import cuda_ops
 from megatron.core.parallel_state import ProcessGroups, destroy_model_parallel, initialize_model_parallel
+from tests.megatron.flash_attention_form import flash_attention_on_cpu
+
+
+@pytest.fixture(scope="module")
+def cuda() -> TrainOps:
+    return cuda_ops()
+
+
+@pytest.fixture
+def flash_calls() -> Iterator[list[tuple[str, int, int]]]:
+    with flash_attention_on_cpu() as calls:
+        yield calls
 
 
 @pytest.fixture(scope="module")

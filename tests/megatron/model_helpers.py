@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.ops import reference_ops
-from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.ops import TrainOps, reference_ops
+from megatron.core.packed_seq_params import PackedSeqParams, SharedPrompts
 from megatron.core.parallel_state import ProcessGroups
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
@@ -76,6 +76,26 @@ def packed_batch(lengths: list[int], vocab_size: int, seed: int = 0) -> PackedBa
     )
 
 
+def shared_prompts(prompts: list[int], own: list[int]) -> tuple[torch.Tensor, int, SharedPrompts]:
+    """Samples of prompts of these lengths, neighbours with one length sharing theirs, and of own tokens: bounds and the
+    longest length of whole sequences, and where their tokens are.
+    """
+    spans: list[list[int]] = []
+    computed: list[int] = []
+    num_computed = start = 0
+    for row, (prompt, length) in enumerate(zip(prompts, own, strict=True)):
+        if row == 0 or prompt != prompts[row - 1]:
+            start, num_computed = num_computed, num_computed + prompt
+        spans.append([start, start + prompt, num_computed, num_computed + length])
+        computed += [*range(*spans[-1][:2]), *range(*spans[-1][2:])]
+        num_computed += length
+    whole = torch.tensor([computed.index(token) for token in range(num_computed)])
+    lengths = torch.tensor(prompts) + torch.tensor(own)
+    bounds = torch.cat((torch.zeros(1), lengths.cumsum(0))).int()
+    shared = SharedPrompts(torch.tensor(spans), torch.tensor(computed), whole, torch.ones(num_computed))
+    return bounds, int(lengths.max()), shared
+
+
 @contextmanager
 def one_process_world() -> Iterator[None]:
     """A gloo world of this process alone, without model parallel groups."""
@@ -97,9 +117,11 @@ def one_process_groups() -> Iterator[ProcessGroups]:
             parallel_state.destroy_model_parallel()
 
 
-def make_model(config: MLATransformerConfig, groups: ProcessGroups, seed: int = 7) -> GPTModel:
+def make_model(
+    config: MLATransformerConfig, groups: ProcessGroups, seed: int = 7, ops: TrainOps | None = None
+) -> GPTModel:
     """A model with random weights and a random non-zero expert bias, the same in every layout."""
-    model = GPTModel(config, groups, reference_ops())
+    model = GPTModel(config, groups, ops or reference_ops())
     model.init_weights(seed)
     for layer in model.decoder.layers:
         if config.is_moe_layer(layer.global_layer):

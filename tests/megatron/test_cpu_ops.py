@@ -12,7 +12,7 @@ from megatron.core.ops import TrainOps, reference_ops
 from megatron.core.ops.cpu import cpu_ops
 from megatron.core.ops.cpu.instructions import multiplies_bfloat16
 from megatron.core.ops.reference_attention import whole_sequence_attention
-from megatron.core.packed_seq_params import SharedPrompts
+from tests.megatron.model_helpers import shared_prompts
 
 CPU, REFERENCE = cpu_ops(), reference_ops()
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -66,23 +66,12 @@ def test_attention_of_long_and_short_sequences(dtype: torch.dtype, causal: bool,
 def test_attention_of_sequences_that_share_prompts(dtype: torch.dtype, kv_heads: int) -> None:
     """Prompts of 70 (in three sequences, one of which ends there), of 3 (in two) and of 130; and one without."""
     prompts, own = [70, 70, 70, 3, 3, 130, 0], [5, 0, 66, 1, 9, 2, 7]
-    spans, computed, first_of_whole, num_computed = [], [], {}, 0
-    for row, (prompt, length) in enumerate(zip(prompts, own, strict=True)):
-        if row == 0 or prompt != prompts[row - 1]:
-            start, num_computed = num_computed, num_computed + prompt
-        spans.append([start, start + prompt, num_computed, num_computed + length])
-        computed += [*range(*spans[-1][:2]), *range(*spans[-1][2:])]
-        num_computed += length
-    for position, token in enumerate(computed):
-        first_of_whole.setdefault(token, position)
-    whole = torch.tensor([first_of_whole[token] for token in range(num_computed)])
-    shared = SharedPrompts(torch.tensor(spans), torch.tensor(computed), whole, torch.ones(num_computed))
-    lengths = torch.tensor(prompts) + torch.tensor(own)
-    bounds = torch.cat((torch.zeros(1), lengths.cumsum(0))).int()
+    bounds, longest, shared = shared_prompts(prompts, own)
+    num_computed = len(shared.whole_T)
 
     def run(ops: TrainOps, *qkv: torch.Tensor) -> torch.Tensor:
         attend = ops.shared_prompt_attention or partial(whole_sequence_attention, ops.core_attention)
-        return attend(*qkv, bounds, int(lengths.max()), 0.3, shared)
+        return attend(*qkv, bounds, longest, 0.3, shared)
 
     _assert_same(run, dtype, (num_computed, 4, 8), (num_computed, kv_heads, 8), (num_computed, kv_heads, 6))
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.ops import reference_ops
+from megatron.core.ops.reference_fp8 import Fp8Products, grouped_matmul
 from megatron.core.parallel_layout import ParallelLayout, RankCoords
 from megatron.core.parallel_state import ProcessGroups
 from tests.megatron.model_helpers import PackedBatch, make_model, one_process_world, packed_batch, tiny_config
@@ -18,6 +22,7 @@ from tests.parallel.layout_table import local_part
 
 _LENGTHS = [[9, 17, 6], [5, 1, 20, 2]]  # two micro-batches with an even number of tokens
 _VOCAB = 128
+_ALL_EXPERTS = {"moe_router_topk": 8, "moe_router_num_groups": None, "moe_router_group_topk": None}
 
 
 def _batches() -> list[PackedBatch]:
@@ -58,13 +63,19 @@ def _reduced_grads(model: nn.Module, groups: ProcessGroups) -> dict[str, torch.T
     return grads
 
 
-def _run(layouts: list[dict[str, Any]]) -> list[tuple[RankCoords, float, dict[str, torch.Tensor], float]]:
+def _run(
+    layouts: list[dict[str, Any]], has_fp8: bool = False
+) -> list[tuple[RankCoords, float, dict[str, torch.Tensor], float]]:
     """Per layout: where this rank stands, the loss of all ranks' micro-batches, its gradients, its routed tokens."""
     results = []
     for sizes in layouts:
         groups = parallel_state.initialize_model_parallel(**sizes)
         config = tiny_config(sequence_parallel=groups.tp.size() > 1, params_dtype=torch.float32)
-        model = make_model(config, groups)
+        ops = None
+        if has_fp8:
+            products = {"linear_products": Fp8Products(), "grouped_matmul": grouped_matmul}
+            ops, config = replace(reference_ops(), **products), replace(config, **_ALL_EXPERTS)
+        model = make_model(config, groups, ops=ops)
         loss = torch.zeros(())
         for index, batch in enumerate(_batches()):
             if index % groups.dp.size() == groups.coords.dp:
@@ -132,3 +143,23 @@ def test_four_processes_equal_one() -> None:
             },
         ],
     )
+
+
+@pytest.mark.slow
+def test_fp8_over_processes_is_as_blocks_allow() -> None:
+    """Expert parallelism leaves the blocks of all products but experts' weight gradients, which have both ranks' tokens
+    in their blocks; tensor parallelism of a model this small has smaller blocks everywhere.
+    """
+    with one_process_world():
+        ((_, loss, grads, _),) = _run([{}], True)
+    layouts = [{"expert_model_parallel_size": 2}, {"tensor_model_parallel_size": 2}]
+    for sizes, ranks in zip(layouts, zip(*run_ranks(_run, 2, layouts, True), strict=True), strict=True):
+        layout = ParallelLayout(world_size=2, **sizes)
+        by_experts = "expert_model_parallel_size" in sizes
+        for at, rank_loss, rank_grads, _ in ranks:
+            assert abs(rank_loss - loss) < (1e-5 if by_experts else 2e-2) * abs(loss), (sizes, rank_loss, loss)
+            for name, grad in rank_grads.items():
+                expected = local_part(name, grads[_global_name(name, 0)], layout, at)
+                difference = float((grad - expected).norm() / expected.norm())
+                bound = 0.3 if not by_experts else 0.1 if ".experts." in name else 1e-4
+                assert difference < bound, (sizes, at, name, difference)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron.core import tensor_parallel as tp
-from megatron.core.ops import reference_ops
+from megatron.core.ops import reference_fp8, reference_ops
 from megatron.core.parallel_state import ProcessGroups, initialize_model_parallel
 from megatron.core.tensor_parallel.weight_init import WeightInit
 from megatron.core.transformer.transformer_config import ModelParallelConfig
@@ -27,6 +29,7 @@ def _full(*shape: int, seed: int) -> torch.Tensor:
 def _ranks() -> None:
     groups = initialize_model_parallel(2)
     _linears(groups, groups.rank, 2)
+    _fp8_linears(groups, groups.rank, 2)
     _embedding(groups, groups.rank, 2)
     for check in (_losses, _mappings, _uneven_all_to_all):
         check(groups.tp, groups.rank, 2)
@@ -57,6 +60,44 @@ def _linears(groups: ProcessGroups, rank: int, size: int) -> None:
         _close(up.weight.grad, whole[0].grad.chunk(size)[rank])
         _close(down.weight.grad, whole[1].grad.chunk(size, dim=1)[rank])
         assert up.weight.tensor_model_parallel and up.weight.partition_dim == 0 and down.weight.partition_dim == 1
+
+
+def _fp8_linears(groups: ProcessGroups, rank: int, size: int) -> None:
+    """Shards in whole blocks of 128 have the blocks of one process; the ranks' terms are then added in another order.
+
+    Tokens are gathered before they are quantised for the weight gradient, so there their blocks are the same too.
+    """
+    products = reference_fp8.Fp8Products()
+    ops = replace(reference_ops(), linear_products=products)
+    x, init = _full(6, 256, seed=0).float(), WeightInit(seed=3, std=1.0)
+    whole = init.normal("fp8", 256, 256)
+    grad = _full(6, 256, seed=1).float()
+    wanted = products.forward(x, whole), products.dgrad(grad, whole), products.wgrad(grad, x, whole)
+    config = ModelParallelConfig(sequence_parallel=True)
+    rows = slice(3 * rank, 3 * rank + 3)  # this rank's tokens
+    columns, every = slice(128 * rank, 128 * rank + 128), slice(None)
+    for layer, x_local, grad_local, y_part, x_part, w_part in (
+        (tp.ColumnParallelLinear, x[rows], grad[:, columns], (every, columns), (rows, every), columns),
+        (
+            tp.RowParallelLinear,
+            x[:, columns],
+            grad[rows],
+            (rows, slice(256)),
+            (slice(6), columns),
+            (slice(256), columns),
+        ),
+    ):
+        linear = layer(config, groups, ops, 256, 256)
+        linear.init_weights(init, "fp8")
+        x_local = x_local.clone().requires_grad_()
+        y = linear(x_local)
+        y.backward(grad_local)
+        for got, want in zip(
+            (y, x_local.grad, linear.weight.grad),
+            (wanted[0][y_part], wanted[1][x_part], wanted[2][w_part]),
+            strict=True,
+        ):
+            assert (got - want).abs().max() <= 1e-5 * want.abs().max()
 
 
 def _embedding(groups: ProcessGroups, rank: int, size: int) -> None:

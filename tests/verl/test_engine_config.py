@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hf_formats.config import load_hf_config, parse_hf_config
+from megatron.core.ops import resolve
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.parallel_layout import ParallelLayout
 from megatron.core.transformer import transformer_config
@@ -103,6 +104,23 @@ def test_forms_of_kernels_are_asked_for_of_the_one_op_table(model_path: Path) ->
     unlike = f"actor_rollout_ref.ref.megatron.override_transformer_config.{keys[0]}=False"
     assert f"ref.megatron: {keys[0]} is False and the actor's True" in _problems(model_path, *given, unlike)
     assert f"{keys[0]} is 'yes'; expected True or False" in _problems(model_path, f"{TRANSFORMER}.{keys[0]}=yes")
+
+
+def test_fp8_is_asked_for_whole_and_where_it_is(model_path: Path) -> None:
+    fp8, recipe = f"{TRANSFORMER}.fp8=e4m3", f"{TRANSFORMER}.fp8_recipe=blockwise"
+    choices = _config(fp8, recipe).actor_rollout_ref.actor.megatron.op_choices
+    assert choices == {"fp8": "e4m3", "fp8_recipe": "blockwise"}
+    assert _problems(model_path, fp8, recipe, "trainer.device=cuda") == ""
+    problems = _problems(model_path, fp8, recipe, "trainer.device=cpu")
+    assert "override_transformer_config.fp8 is 'e4m3', but trainer.device is cpu" in problems
+    assert "fp8 is e4m3 and fp8_recipe None; give both" in _problems(model_path, fp8, "trainer.device=cuda")
+    assert "fp8 is None and fp8_recipe blockwise; give both" in _problems(model_path, recipe)
+    assert "fp8 is 'hybrid'; expected one of e4m3" in _problems(model_path, f"{TRANSFORMER}.fp8=hybrid", recipe)
+    assert "fp8 and cp_send_latents exclude each other" in _problems(
+        model_path, fp8, recipe, f"{TRANSFORMER}.cp_send_latents=True", "trainer.device=cuda"
+    )
+    with pytest.raises(ValueError, match="fp8=e4m3, but the train ops of .*cpu_ops.* no such form"):
+        resolve("megatron.core.ops.cpu:cpu_ops", choices)
 
 
 def test_every_knob_of_the_model_reaches_its_config() -> None:

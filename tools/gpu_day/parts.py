@@ -40,6 +40,7 @@ PARTS = {
     "training": Part("tools.gpu_day.speed", "training", 30),
     "prefill": Part("tools.gpu_day.speed", "prefill", 40),
     "fp8": Part("tools.gpu_day.fp8", "fp8_products", 45),
+    "fp8 training": Part("tools.gpu_day.fp8_training", "fp8_training", 45),
     "context parallel": Part("tools.gpu_day.context", "context_parallel", 30),
     "memory": Part("tools.gpu_day.memory", "memory", 40),
     "sleep": Part("tools.gpu_day.speed", "sleep", 25),

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.core.ops import resolve
+from megatron.core.ops import TrainOps, resolve
 from tools.bench.models import (
     CHECKPOINTS,
     ITEM_BYTES,
@@ -96,16 +96,33 @@ def prefill(device: str, rows: Rows) -> None:
 
 def training(device: str, rows: Rows) -> None:
     """A packed training step against its products."""
-    sizes, limits = sizes_of(device), measured_limits(device, rows)
-    trainer = Trainer(sizes.trained, resolve(TRAIN_OPS), device, torch.bfloat16)
+    limits, steps = measured_limits(device, rows), training_steps(device, resolve(TRAIN_OPS))
+    share = steps.flops / steps.seconds / limits.flops_per_s
+    rows.measured("DeepSeek-V3's layers, bf16", share, "MFU", 0.4, steps.note)
+
+
+class TrainingSteps(NamedTuple):
+    """Packed steps of DeepSeek-V3's layers with their updates: the quickest one's seconds, and its operations."""
+
+    seconds: float
+    flops: float
+    losses: list[float]
+    note: str
+
+
+def training_steps(device: str, ops: TrainOps) -> TrainingSteps:
+    """Three on a GPU, one on a CPU."""
+    sizes, repeats = sizes_of(device), 3 if device == "cuda" else 1
+    trainer = Trainer(sizes.trained, ops, device, torch.bfloat16)
     batch = random_batch(list(sizes.lengths), sizes.trained["vocab_size"], 0)
-    took = min(seconds_of(device, lambda: trainer.step(batch)) for _ in range(3))
+    losses: list[float] = []
+    took = min(seconds_of(device, lambda: losses.append(trainer.step(batch))) for _ in range(repeats))
     work = model_work(parsed(sizes.trained))
     flops = sum(3 * length * train_flops_per_token(work, (length + 1) / 2) for length in sizes.lengths)
     note = f"{batch.num_tokens / took:.0f} tok/s, no recompute"
     if device == "cuda":
         note += f", at most {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"
-    rows.measured("DeepSeek-V3's layers, bf16", flops / took / limits.flops_per_s, "MFU", 0.4, note)
+    return TrainingSteps(took, flops, losses, note)
 
 
 def sleep(device: str, rows: Rows) -> None:

@@ -44,11 +44,18 @@ class Routing:
         return torch.cat([here, elsewhere % num_experts]).view(num_tokens, topk)
 
 
-def train_ops(device: str, routing: Routing, pads_values: bool = True, tp_comm_overlap: bool = False) -> TrainOps:
+def train_ops(
+    device: str,
+    routing: Routing,
+    pads_values: bool = True,
+    tp_comm_overlap: bool = False,
+    has_fp8: bool = False,
+) -> TrainOps:
     """The table that a run uses on ``device`` (cpu, cuda or npu), with its experts chosen by ``routing``.
 
     Those of cuda and npu keep the tensors that their kernels keep; their results have shapes and no values.
-    pads_values: its attention widens values to the keys' head size · tp_comm_overlap: as of the run.
+    pads_values: Ascend's attention widens values to the keys' head size · tp_comm_overlap: as of the run · has_fp8:
+    CUDA's products are of FP8 blocks.
 
     Raises:
         ValueError: the run's table has no such form.
@@ -62,7 +69,7 @@ def train_ops(device: str, routing: Routing, pads_values: bool = True, tp_comm_o
     if device == "npu":
         table = npu_table(table, pads_values)
     elif device == "cuda":
-        table = cuda_table(table, tp_comm_overlap)
+        table = cuda_table(table, tp_comm_overlap, has_fp8)
 
     def route(logits_TE: Tensor, *, topk: int, chosen_TK: Tensor | None = None, **how: Any) -> tuple[Tensor, Tensor]:
         chosen_TK = routing.chosen(logits_TE.shape[0], topk, logits_TE.shape[1])  # also where choices are replayed

@@ -13,18 +13,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hf_formats.fp8 import BLOCK, FP8_DTYPE, num_blocks
 from megatron.core.ops import TrainOps
 from megatron.core.ops.cuda.attention import DTYPES, FlashAttention
 from megatron.core.ops.cuda.flash import Sequences
 from megatron.core.ops.fused_adamw import adamw_step
+from megatron.core.ops.reference_attention import whole_sequence_attention
 from megatron.core.ops.reference_moe import expert_order
 from megatron.core.tensor_parallel import collectives
 from megatron.core.utils import async_h2d
 from tools.plan.train_npu import kernel
 
 
-def cuda_table(table: TrainOps, tp_comm_overlap: bool) -> TrainOps:
-    """``table``, whose attention float32 takes, with CUDA's entries."""
+def cuda_table(table: TrainOps, tp_comm_overlap: bool = False, has_fp8: bool = False) -> TrainOps:
+    """``table``, whose attention float32 takes, with CUDA's entries; has_fp8: with FP8 products, also of float32."""
     flash = FlashAttention(_attend, _attend_grad)
 
     def choose(name: str, native: Any) -> Any:
@@ -36,15 +38,21 @@ def cuda_table(table: TrainOps, tp_comm_overlap: bool) -> TrainOps:
         swiglu=_swiglu,
         rotary_interleaved=_rotary,
         core_attention=choose("core_attention", flash),
+        shared_prompt_attention=lambda q, *others: (
+            flash.shared_prompts(q, *others)
+            if q.dtype in DTYPES
+            else whole_sequence_attention(table.core_attention, q, *others)
+        ),
         attention_block=choose("attention_block", flash.block),
         attention_block_grad=choose("attention_block_grad", flash.block_grad),
-        grouped_matmul=choose("grouped_matmul", _grouped_matmul),
+        grouped_matmul=_fp8_grouped_matmul if has_fp8 else choose("grouped_matmul", _grouped_matmul),
         token_permute=_token_permute,
         token_unpermute=_token_unpermute,
         log_sum_exp=_log_sum_exp,
         cross_entropy_grad=_cross_entropy_grad,
         adamw_step=adamw_step,
         tensor_parallel_overlap=_Overlap() if tp_comm_overlap else None,
+        linear_products=_Fp8Products() if has_fp8 else None,
     )
 
 
@@ -119,6 +127,63 @@ class _GroupedMatmul(torch.autograd.Function):
 def _grouped_matmul(x: Tensor, w: Tensor, tokens_per_expert: Tensor) -> Tensor:
     ends = async_h2d(tokens_per_expert, x.device).cumsum(0, dtype=torch.int32)
     out: Tensor = _GroupedMatmul.apply(x, w, ends)
+    return out
+
+
+class _Fp8Products:
+    """Quantised copies live for one product; what is added to ``main_grad`` is as in ``_GroupedMatmul``."""
+
+    def forward(self, x: Tensor, w: Tensor) -> Tensor:
+        return _fp8_multiply(x, w.unsqueeze(0), w.shape[0])
+
+    def dgrad(self, grad: Tensor, w: Tensor) -> Tensor:
+        return _fp8_multiply(grad, w.unsqueeze(0), w.shape[1])
+
+    def wgrad(self, grad: Tensor, x: Tensor, w: Tensor) -> Tensor:
+        return _fp8_weight_grad(grad, x, w, num_experts=1)
+
+
+class _Fp8GroupedMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return _fp8_multiply(x, w, w.shape[2])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, w = ctx.saved_tensors
+        grad_x = _fp8_multiply(grad, w, w.shape[1]) if ctx.needs_input_grad[0] else None
+        grad_w = _fp8_weight_grad(x, grad, w, len(w)) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_w
+
+
+def _fp8_grouped_matmul(x: Tensor, w: Tensor, tokens_per_expert: Tensor) -> Tensor:
+    out: Tensor = _Fp8GroupedMatmul.apply(x, w)
+    return out
+
+
+def _fp8_multiply(x: Tensor, w: Tensor, width: int) -> Tensor:
+    (num_rows, inner), (num_experts, *sides) = x.shape, w.shape
+    out = x.new_empty(num_rows, width)
+    x_copy = _fp8_copy(x.numel(), num_blocks(inner) * num_rows, x.device)
+    w_copy = _fp8_copy(w.numel(), num_experts * num_blocks(sides[0]) * num_blocks(sides[1]), x.device)
+    del x_copy, w_copy
+    return out
+
+
+def _fp8_copy(num_values: int, num_scales: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    values = torch.empty(num_values, dtype=FP8_DTYPE, device=device)
+    return values, torch.empty(num_scales, dtype=torch.float32, device=device)
+
+
+def _fp8_weight_grad(a: Tensor, b: Tensor, w: Tensor, num_experts: int) -> Tensor:
+    """An expert's last block of tokens is filled up."""
+    out = torch.empty_like(w)
+    blocks = num_blocks(len(a)) + num_experts - 1
+    copies = [_fp8_copy(blocks * BLOCK * x.shape[1], blocks * x.shape[1], x.device) for x in (a, b)]
+    del copies
+    if getattr(w, "main_grad", None) is not None:
+        w.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     return out
 
 

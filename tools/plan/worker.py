@@ -143,8 +143,9 @@ class PlannedWorker(ActorRolloutRefWorker):
         num_local = self.hf_config.n_routed_experts // ep.size()
         routing = Routing(self.load, ep.rank() * num_local, num_local, ep.size())
         choices = self.config.actor.megatron.op_choices
-        forms = not choices.get("mla_fa_without_pad", False), choices.get("tp_comm_overlap", False)
-        self.build_models(train_ops(self.kind, routing, *forms))
+        pads_values = not choices.get("mla_fa_without_pad", False)
+        overlaps = bool(choices.get("tp_comm_overlap", False))
+        self.build_models(train_ops(self.kind, routing, pads_values, overlaps, has_fp8="fp8" in choices))
 
     def new_model(self, ops: TrainOps, hf: HFModelConfig, engine: McoreEngineConfig) -> GPTModel | ModelChunks:
         with torch.device(DEVICE):

@@ -80,10 +80,3 @@ class BlockAttention:
         kv = self.ops.matmul(latent, weight.t()).unflatten(1, (-1, self.key_size + self.value_size))
         k, v = kv.split([self.key_size, self.value_size], dim=-1)
         return k, v, shared
-
-
-def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
-    """Join, in place, the attention to two sets of keys: each output counts by its share of the denominator."""
-    total = torch.logaddexp(lse, more_lse)
-    out.mul_((lse - total).exp_().unsqueeze(-1)).add_(widen(more) * (more_lse - total).exp_().unsqueeze(-1))
-    lse.copy_(total)

@@ -12,7 +12,7 @@ from megatron.core.context_parallel.block import Block, BlockAttention, keys_of
 from megatron.core.context_parallel.zigzag import ContextShard
 from megatron.core.ops import TrainOps
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel.layers import linear
+from megatron.core.tensor_parallel.layers import MatmulProducts, linear
 from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_sequence_parallel_region
 
 
@@ -42,7 +42,7 @@ class HeadExchange:
         (q_TND,) = self._all_tokens([q])
         latent, shared = (self._gather(x) for x in block)
         of_own_heads = weight.chunk(self.group.size())[self.group.rank()]
-        kv = linear(latent, of_own_heads, self.ops.matmul).unflatten(1, (q_TND.shape[1], -1))
+        kv = linear(latent, of_own_heads, MatmulProducts(self.ops.matmul)).unflatten(1, (q_TND.shape[1], -1))
         k_TND, v_TND = kv.split([attention.key_size, attention.value_size], dim=-1)
         return self._own_tokens(self._core_attention(q_TND, (k_TND, v_TND, shared)))
 

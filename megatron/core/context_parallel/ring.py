@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.context_parallel.block import Block, BlockAttention, merge, take_rows, widen
+from megatron.core.context_parallel.block import Block, BlockAttention, take_rows, widen
 from megatron.core.context_parallel.zigzag import ContextShard
+from megatron.core.ops.reference_attention import merge
 
 
 def ring_attention(

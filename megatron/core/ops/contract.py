@@ -148,6 +148,25 @@ class TensorParallelOverlap(Protocol):
         ...
 
 
+class LinearProducts(Protocol):
+    """The three products of a linear layer ``y = x w^T``: x [T, K], w [N, K], y and its gradient [T, N].
+
+    No gradient: layers multiply again for theirs. All results are in x's dtype.
+    """
+
+    def forward(self, x: Tensor, w: Tensor) -> Tensor:
+        """``x w^T`` [T, N]."""
+        ...
+
+    def dgrad(self, grad: Tensor, w: Tensor) -> Tensor:
+        """``grad w`` [T, K]."""
+        ...
+
+    def wgrad(self, grad: Tensor, x: Tensor, w: Tensor) -> Tensor:
+        """``grad^T x`` [N, K], of which w may take the values as in ``GroupedMatmul``."""
+        ...
+
+
 class GroupedMatmul(Protocol):
     """x [T, K], w [E, K, N], tokens_per_expert int64 [E] (host or device, sum T) -> [T, N].
 
@@ -257,7 +276,8 @@ class TrainOps:
     """One implementation per op; ``names`` says for each whether it is 'native', 'reference' or 'exact'.
 
     shared_prompt_attention None: ``core_attention`` gets whole sequences (``reference_attention``).
-    tensor_parallel_overlap None: products and collectives of tensor parallelism follow one another.
+    tensor_parallel_overlap None: products and collectives of tensor parallelism follow one another. linear_products
+    None: the linear layers of attention and of dense feed-forward blocks multiply by ``matmul``, as the others do.
     """
 
     rms_norm: RmsNorm
@@ -277,12 +297,13 @@ class TrainOps:
     names: dict[str, str] = field(default_factory=dict)
     shared_prompt_attention: SharedPromptAttention | None = None
     tensor_parallel_overlap: TensorParallelOverlap | None = None
+    linear_products: LinearProducts | None = None
 
 
 _EXAMPLE = "megatron.core.ops.reference:reference_ops"
 
 
-def resolve(provider: str, choices: Mapping[str, bool] | None = None) -> TrainOps:
+def resolve(provider: str, choices: Mapping[str, bool | str] | None = None) -> TrainOps:
     """The table that ``module:function`` returns, such as ``megatron.core.ops.reference:reference_ops``.
 
     ``choices`` are arguments of the function: other forms of its kernels, which the config asks for. False asks for
@@ -302,8 +323,8 @@ def resolve(provider: str, choices: Mapping[str, bool] | None = None) -> TrainOp
     forms = inspect.signature(factory).parameters if choices else {}
     if unknown := [name for name, is_wanted in choices.items() if is_wanted and name not in forms]:
         raise ValueError(
-            f"{unknown[0]}=True, but the train ops of {provider!r} have no such form; leave it out, or train on a "
-            "device whose ops have it"
+            f"{unknown[0]}={choices[unknown[0]]}, but the train ops of {provider!r} have no such form; leave it out, "
+            "or train on a device whose ops have it"
         )
     ops = factory(**{name: is_wanted for name, is_wanted in choices.items() if name in forms})
     if not isinstance(ops, TrainOps):

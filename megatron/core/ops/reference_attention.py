@@ -103,6 +103,13 @@ def attention_block_grad(
     return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype)
 
 
+def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
+    """Join, in place, the attention to two sets of keys: each output counts by its share of the denominator."""
+    total = torch.logaddexp(lse, more_lse)
+    out.mul_((lse - total).exp_().unsqueeze(-1)).add_(_wide(more) * (more_lse - total).exp_().unsqueeze(-1))
+    lse.copy_(total)
+
+
 def _pieces(
     q: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, causal: bool
 ) -> Iterator[tuple[slice, slice, Tensor | None]]:

@@ -5,6 +5,7 @@ Letters: T packed tokens, H hidden. With sequence parallelism activations betwee
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.ops.contract import Matmul, TensorParallelOverlap, TrainOps
+from megatron.core.ops.contract import LinearProducts, Matmul, TensorParallelOverlap, TrainOps
 from megatron.core.parallel_state import ProcessGroups
 from megatron.core.tensor_parallel import collectives
 from megatron.core.tensor_parallel.mappings import (
@@ -123,7 +124,7 @@ class ColumnParallelLinear(_SplitWeight):
         has_weight: bool = True,
     ) -> None:
         super().__init__(config, groups, output_size, input_size, dim=0, stride=stride, has_weight=has_weight)
-        self.matmul, self.overlap = ops.matmul, ops.tensor_parallel_overlap
+        self.products, self.overlap = products_of(ops), ops.tensor_parallel_overlap
         self.bias: nn.Parameter | None = None
         if bias:
             self.bias = nn.Parameter(torch.empty(output_size // groups.tp.size(), dtype=config.params_dtype))
@@ -134,9 +135,9 @@ class ColumnParallelLinear(_SplitWeight):
         assert weight is not None, "a layer without a weight of its own must be given one"
         y: Tensor
         if self.sequence_parallel and self.group.size() > 1:
-            y = _GatherLinear.apply(x, weight, self.group, self.matmul, self.overlap)
+            y = _GatherLinear.apply(x, weight, self.group, self.products, self.overlap)
         else:
-            y = linear(copy_to_tensor_model_parallel_region(x, self.group), weight, self.matmul)
+            y = linear(copy_to_tensor_model_parallel_region(x, self.group), weight, self.products)
         return y if self.bias is None else y + self.bias
 
     def init_weights(self, init: WeightInit, name: str) -> None:
@@ -156,7 +157,7 @@ class OutputLinear(ColumnParallelLinear):
         to_all = (
             gather_from_sequence_parallel_region if self.sequence_parallel else copy_to_tensor_model_parallel_region
         )
-        return linear(to_all(x, self.group).index_select(0, rows_S), weight, self.matmul)
+        return linear(to_all(x, self.group).index_select(0, rows_S), weight, self.products)
 
 
 class RowParallelLinear(_SplitWeight):
@@ -169,13 +170,13 @@ class RowParallelLinear(_SplitWeight):
         self, config: ModelParallelConfig, groups: ProcessGroups, ops: TrainOps, input_size: int, output_size: int
     ) -> None:
         super().__init__(config, groups, output_size, input_size, dim=1)
-        self.matmul, self.overlap = ops.matmul, ops.tensor_parallel_overlap
+        self.products, self.overlap = products_of(ops), ops.tensor_parallel_overlap
 
     def forward(self, x: Tensor) -> Tensor:
         if self.overlap is not None and self.sequence_parallel and self.group.size() > 1:
-            y: Tensor = _LinearScatter.apply(x, self.weight, self.group, self.matmul, self.overlap)
+            y: Tensor = _LinearScatter.apply(x, self.weight, self.group, self.products, self.overlap)
             return y
-        return self._sum_over_ranks(linear(x, self.weight, self.matmul))
+        return self._sum_over_ranks(linear(x, self.weight, self.products))
 
 
 class SequenceToSequenceLinear(ColumnParallelLinear):
@@ -195,12 +196,12 @@ class ReplicatedLinear(nn.Module):
 
     def __init__(self, config: ModelParallelConfig, ops: TrainOps, input_size: int, output_size: int) -> None:
         super().__init__()
-        self.matmul = ops.matmul
+        self.products = products_of(ops)
         self.weight = nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
         set_tensor_model_parallel_attributes(self.weight, is_parallel=False, sequence_parallel=config.sequence_parallel)
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.matmul)
+        return linear(x, self.weight, self.products)
 
     def init_weights(self, init: WeightInit, name: str) -> None:
         """Fill the weight with the tensor ``name``."""
@@ -235,14 +236,14 @@ class _GatherLinear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         group: dist.ProcessGroup,
-        matmul: Matmul,
+        products: LinearProducts,
         overlap: TensorParallelOverlap | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.group, ctx.matmul = group, matmul
+        ctx.group, ctx.products = group, products
         if overlap is not None:
             return overlap.all_gather_matmul(x, weight.t(), group)[1]
-        return matmul(collectives.all_gather(x, group)[0], weight.t())
+        return products.forward(collectives.all_gather(x, group)[0], weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -251,14 +252,14 @@ class _GatherLinear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             gathered, gather = collectives.all_gather(x, ctx.group, async_op=True)
         if ctx.needs_input_grad[0]:
-            partial = ctx.matmul(grad, weight)
+            partial = ctx.products.dgrad(grad, weight)
         if gather is not None:
             gather.wait()
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
             grad_x, scatter = collectives.reduce_scatter(partial, ctx.group, async_op=True)
         if ctx.needs_input_grad[1]:
-            grad_weight = ctx.matmul(grad.t(), gathered)
+            grad_weight = ctx.products.wgrad(grad, gathered, weight)
         if scatter is not None:
             scatter.wait()
         return grad_x, grad_weight, None, None, None
@@ -273,37 +274,58 @@ class _LinearScatter(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         group: dist.ProcessGroup,
-        matmul: Matmul,
+        products: LinearProducts,
         overlap: TensorParallelOverlap,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.group, ctx.matmul, ctx.overlap = group, matmul, overlap
+        ctx.group, ctx.products, ctx.overlap = group, products, overlap
         return overlap.matmul_reduce_scatter(x, weight.t(), group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         gathered, grad_x = ctx.overlap.all_gather_matmul(grad, weight, ctx.group)
-        grad_weight = ctx.matmul(gathered.t(), x) if ctx.needs_input_grad[1] else None
+        grad_weight = ctx.products.wgrad(gathered, x, weight) if ctx.needs_input_grad[1] else None
         return grad_x, grad_weight, None, None, None
 
 
-def linear(x: Tensor, weight: Tensor, matmul: Matmul) -> Tensor:
-    """``x W^T`` [T, out] for x [T, in] and W [out, in], with all three products made by ``matmul``."""
-    y: Tensor = _Linear.apply(x, weight, matmul)
+@dataclass(frozen=True)
+class MatmulProducts:
+    """``contract.LinearProducts`` by one matmul each, in the tensors' own dtype."""
+
+    matmul: Matmul
+
+    def forward(self, x: Tensor, w: Tensor) -> Tensor:
+        return self.matmul(x, w.t())
+
+    def dgrad(self, grad: Tensor, w: Tensor) -> Tensor:
+        return self.matmul(grad, w)
+
+    def wgrad(self, grad: Tensor, x: Tensor, w: Tensor) -> Tensor:
+        return self.matmul(grad.t(), x)
+
+
+def products_of(ops: TrainOps) -> LinearProducts:
+    """How the linear layers of a table multiply."""
+    return ops.linear_products or MatmulProducts(ops.matmul)
+
+
+def linear(x: Tensor, weight: Tensor, products: LinearProducts) -> Tensor:
+    """``x W^T`` [T, out] for x [T, in] and W [out, in], with all three products made by ``products``."""
+    y: Tensor = _Linear.apply(x, weight, products)
     return y
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, matmul: Matmul) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, products: LinearProducts) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.matmul = matmul
-        return matmul(x, weight.t())
+        ctx.products = products
+        return products.forward(x, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        grad_x = ctx.matmul(grad, weight) if ctx.needs_input_grad[0] else None
-        grad_weight = ctx.matmul(grad.t(), x) if ctx.needs_input_grad[1] else None
+        grad_x = ctx.products.dgrad(grad, weight) if ctx.needs_input_grad[0] else None
+        grad_weight = ctx.products.wgrad(grad, x, weight) if ctx.needs_input_grad[1] else None
         return grad_x, grad_weight, None

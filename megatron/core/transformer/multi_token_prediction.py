@@ -40,7 +40,8 @@ class MultiTokenPredictionLayer(nn.Module):
         hidden = config.hidden_size
         self.enorm = RMSNorm(config, ops, hidden)
         self.hnorm = RMSNorm(config, ops, hidden)
-        self.eh_proj = SequenceToSequenceLinear(config, groups, ops, 2 * hidden, hidden)
+        plain = replace(ops, linear_products=None)  # the report's FP8 layers are those of the decoder
+        self.eh_proj = SequenceToSequenceLinear(config, groups, plain, 2 * hidden, hidden)
         self.transformer_layer = TransformerLayer(config, groups, ops, config.num_layers + depth - 1)
         self.final_layernorm = RMSNorm(config, ops, hidden)
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.ops import TrainOps
 from megatron.core.ops.cuda import cuda_ops
 from megatron.core.parallel_layout import ParallelLayout
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import linear
 from megatron.core.transformer.transformer_config import ModelParallelConfig
 from tests.megatron.flash_attention_form import flash_attention_on_cpu
+from tests.megatron.model_helpers import shared_prompts
 from tools.plan.collectives import Collective, CollectiveLog
 from tools.plan.device import MemoryMeter, PlannedDevice
 from tools.plan.ops import Routing, train_ops
@@ -23,6 +27,7 @@ TOKENS, HEADS, KEYS, VALUES = 96, 4, 192, 128
 
 
 BOUNDS, COUNTS = torch.tensor([0, 10, TOKENS]).int(), torch.tensor([TOKENS - 1, 0, 1])
+SHARED = shared_prompts([60, 60], [TOKENS - 70, 10])
 # An entry's call, and the shapes of its inputs with gradients.
 CUDA_CALLS: dict[str, tuple[Callable, list[tuple[int, ...]]]] = {
     "rms_norm": (lambda ops, x, w: ops.rms_norm(x, w, 1e-6), [(TOKENS, 24), (24,)]),
@@ -38,6 +43,10 @@ CUDA_CALLS: dict[str, tuple[Callable, list[tuple[int, ...]]]] = {
     "core_attention of shared heads": (
         lambda ops, q, k, v: ops.core_attention(q, k, v, BOUNDS, TOKENS, 0.1),
         [(TOKENS, HEADS, 8), (TOKENS, 2, 8), (TOKENS, 2, 8)],
+    ),
+    "shared_prompt_attention": (
+        lambda ops, q, k, v: ops.shared_prompt_attention(q, k, v, *SHARED[:2], 0.1, SHARED[2].to(q.device)),
+        [(TOKENS, HEADS, 24), (TOKENS, HEADS, 24), (TOKENS, HEADS, 16)],
     ),
     "grouped_matmul": (lambda ops, x, w: ops.grouped_matmul(x, w, COUNTS), [(TOKENS, 16), (3, 16, 8)]),
     "token_permute": (lambda ops, x: ops.token_permute(x, _experts(x))[0], [(TOKENS, 8)]),
@@ -74,6 +83,37 @@ def test_planned_entries_of_cuda_keep_what_the_real_ones_keep(entry: str) -> Non
     with flash_attention_on_cpu():
         real = _kept_by(cuda_ops(), call, shapes, "cpu")
     assert _kept_by(train_ops("cuda", Routing()), call, shapes, "meta") == real
+
+
+@pytest.mark.needs_torch("2.10", "torch.nn.functional.grouped_mm, without which there is no table")
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize(
+    ("call", "shapes"),
+    [
+        (lambda ops, x, w: linear(x, w, ops.linear_products), [(TOKENS, 16), (24, 16)]),
+        CUDA_CALLS["grouped_matmul"],
+    ],
+)
+def test_planned_fp8_products_allocate_what_the_real_ones_do(call: Callable, shapes: list[tuple[int, ...]]) -> None:
+    """Beside what is kept: the bytes of the quantised copies."""
+    planned = train_ops("cuda", Routing(), has_fp8=True)
+    found = []
+    for ops, device in ((cuda_ops(fp8="e4m3", fp8_recipe="blockwise"), "cpu"), (planned, "meta")):
+        with _Fp8Bytes() as copies:
+            found.append((_kept_by(ops, call, shapes, device), copies.total))
+    assert found[0] == found[1] and copies.total > 0
+
+
+class _Fp8Bytes(TorchDispatchMode):
+    """How many e4m3 elements and float32 scales are allocated."""
+
+    total = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten.empty.memory_format and out.dtype in (torch.float8_e4m3fn, torch.float32):
+            self.total += out.nbytes
+        return out
 
 
 def kept_bytes(pads_values: bool) -> int:

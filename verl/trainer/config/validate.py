@@ -24,6 +24,7 @@ def validate_config(config: PPOTrainerConfig) -> list[str]:
     found = [problem for problem in found if _REF not in problem or problem.replace(_REF, _ACTOR) not in found]
     found += models.actor.optim.schedule_problems("actor_rollout_ref.actor.optim", config.trainer.total_training_steps)
     found += models.rollout.device_problems("actor_rollout_ref.rollout", config.trainer.device)
+    found += models.actor.megatron.device_problems(_ACTOR, config.trainer.device)
     roles = {"actor_rollout_ref.actor.profiler": models.actor.profiler}
     if config.has_rollout_ranks:
         roles["actor_rollout_ref.rollout.profiler"] = models.rollout.profiler

@@ -93,7 +93,7 @@ class McoreEngineConfig(Section):
         return "megatron.core.optimizer:get_megatron_optimizer"
 
     @property
-    def op_choices(self) -> dict[str, bool]:
+    def op_choices(self) -> dict[str, bool | str]:
         """Forms of kernels that are asked for of the op table."""
         given = self.override_transformer_config
         return {key: given[key] for key in overrides.OP_CHOICES if given.get(key) is not None}
@@ -149,6 +149,15 @@ class McoreEngineConfig(Section):
             fields |= {key: value for key, value in given.items() if value is not None}
         return fields | {"moe_router_force_load_balancing": self.fix_router}
 
+    def device_problems(self, where: str, device: str) -> list[str]:
+        """Settings that no op table of ``device`` has; ``auto`` passes, since only the workers resolve it."""
+        if device not in ("cpu", "npu") or "fp8" not in self.op_choices:
+            return []
+        return [
+            f"{where}.override_transformer_config.fp8 is 'e4m3', but trainer.device is {device}: only NVIDIA GPUs from "
+            "H100 on train with FP8 products; leave it out"
+        ]
+
     def contradictions(self, where: str) -> list[str]:
         found = []
         if self.tensor_model_parallel_size > 1 and not self.sequence_parallel:
@@ -157,6 +166,17 @@ class McoreEngineConfig(Section):
             found.append(
                 f"{where}: moe_tp_extend_ep hands the tensor-parallel ranks to the experts as they are; it and "
                 f"expert_tensor_parallel_size {self.expert_tensor_parallel_size} exclude each other"
+            )
+        choices = self.op_choices
+        if ("fp8" in choices) != ("fp8_recipe" in choices):
+            found.append(
+                f"{where}.override_transformer_config: fp8 is {choices.get('fp8')} and fp8_recipe "
+                f"{choices.get('fp8_recipe')}; give both (e4m3, blockwise) or none"
+            )
+        if "fp8" in choices and self.override_transformer_config.get("cp_send_latents"):
+            found.append(
+                f"{where}.override_transformer_config: fp8 and cp_send_latents exclude each other: attention then "
+                "multiplies by linear_kv_up_proj itself, in its own dtype"
             )
         group = self.override_transformer_config.get("microbatch_group_size_per_vp_stage")
         if isinstance(group, int) and group < self.pipeline_model_parallel_size:

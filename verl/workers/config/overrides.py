@@ -36,6 +36,10 @@ Attributes:
         size; MindSpeed advises CANN 8.2.RC1 or newer.
     gemm_gradient_accumulation_fusion: add experts' weight gradients to their float32 sums inside the grouped product;
         Ascend's op table does if it is absent.
+    fp8: multiply blocks of e4m3 in linear layers and experts, forward and for both gradients; weights, optimizer,
+        embedding, output layer, router, norms and attention's core keep their dtypes. NVIDIA GPUs from H100 on have it.
+    fp8_recipe: scales of ``fp8``, given with it: ``blockwise`` has 1 x 128 for activations and gradients, 128 x 128 for
+        weights.
     grad_reduce_in_fp32: sum up and reduce gradients in float32.
     overlap_grad_reduce: reduce each gradient buffer while the backward pass continues.
     overlap_param_gather: gather each buffer of updated weights in the background.
@@ -143,6 +147,8 @@ OP_CHOICES: dict[str, Values] = {
     "tp_comm_overlap": _FLAG,
     "mla_fa_without_pad": _FLAG,
     "gemm_gradient_accumulation_fusion": _FLAG,
+    "fp8": one_of("e4m3"),
+    "fp8_recipe": one_of("blockwise"),
 }
 TRANSFORMER_OVERRIDES: dict[str, Values] = (
     _LAYOUT | _FIELDS | {key: values for key, (_, values) in _RENAMED.items()} | OP_CHOICES

@@ -6,6 +6,7 @@ Letters: T packed tokens (all sequences of a micro-batch, a multiple of TP), H h
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -83,7 +84,7 @@ class GPTModel(nn.Module):
             self.output_layer = OutputLinear(
                 config,
                 groups,
-                ops,
+                replace(ops, linear_products=None),
                 config.hidden_size,
                 config.vocab_size,
                 has_weight=not (self.is_output_tied and (self.pre_process or has_mtp)),

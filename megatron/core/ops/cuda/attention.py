@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron.core.ops import reference_attention
 from megatron.core.ops.cuda import flash
 from megatron.core.ops.cuda.flash import Attend, AttendGrad, Sequences
+from megatron.core.packed_seq_params import SharedPrompts
 from megatron.core.utils import async_h2d
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -25,7 +26,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class FlashAttention:
-    """The table's three entries of attention around a pair of kernels."""
+    """The table's four entries of attention around a pair of kernels."""
 
     attend: Attend = flash.attend
     attend_grad: AttendGrad = flash.attend_grad
@@ -39,6 +40,25 @@ class FlashAttention:
         bounds = async_h2d(cu_seqlens, q.device)
         sequences = Sequences(bounds, bounds, max_seqlen, max_seqlen)
         out: Tensor = _Attention.apply(q, k, v, self, sequences, scale, causal)
+        return out
+
+    def shared_prompts(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        scale: float,
+        shared: SharedPrompts,
+    ) -> Tensor:
+        """See ``contract.SharedPromptAttention``: every prompt and every sample's own tokens attend to themselves, and
+        the own tokens of all samples of a prompt, as one sequence, to the prompt; the two are joined.
+        """
+        if q.dtype not in DTYPES:
+            core = reference_attention.core_attention
+            return reference_attention.whole_sequence_attention(core, q, k, v, cu_seqlens, max_seqlen, scale, shared)
+        out: Tensor = _SharedPromptAttention.apply(q, k, v, self, _SharedParts.of(shared, q.device), scale)
         return out
 
     def block(
@@ -127,6 +147,79 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grads = ctx.attention.backward(grad, *ctx.saved_tensors, *ctx.arguments)
         return *grads, None, None, None, None
+
+
+@dataclass(frozen=True)
+class _SharedParts:
+    """own: the prompts and the samples' own parts, each a sequence · across: all own tokens of a prompt's samples as
+    one sequence of queries, whose keys are the prompt's · queries, keys: int64, the tokens of ``across``.
+    """
+
+    own: Sequences
+    across: Sequences
+    queries: Tensor
+    keys: Tensor
+
+    @classmethod
+    def of(cls, shared: SharedPrompts, device: torch.device) -> _SharedParts:
+        parts: set[tuple[int, int]] = set()
+        samples: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for prompt_start, prompt_end, start, end in shared.spans_B4.tolist():
+            prompt, own = (prompt_start, prompt_end), (start, end)
+            parts |= {part for part in (prompt, own) if part[1] > part[0]}
+            if prompt_end > prompt_start and end > start:
+                samples.setdefault(prompt, []).append(own)
+        queries = [torch.cat([torch.arange(*own) for own in owns]) for owns in samples.values()]
+        keys = [torch.arange(*prompt) for prompt in samples]
+        nothing = torch.empty(0, dtype=torch.int64)
+        lengths = [end - start for start, end in sorted(parts)]
+        return cls(
+            own=_packed(lengths, lengths, device),
+            across=_packed([len(x) for x in queries], [len(x) for x in keys], device),
+            queries=async_h2d(torch.cat((nothing, *queries)), device),
+            keys=async_h2d(torch.cat((nothing, *keys)), device),
+        )
+
+
+class _SharedPromptAttention(torch.autograd.Function):
+    """Backward keeps q, k and v as they came, the joined output and its log-sum-exp."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, attention: FlashAttention, parts: _SharedParts, scale: float
+    ) -> Tensor:
+        out, lse_NT = attention.forward(q, k, v, parts.own, scale, True)
+        if len(parts.queries):
+            to_prompt = q[parts.queries], k[parts.keys], v[parts.keys]
+            more, more_lse_NT = attention.forward(*to_prompt, parts.across, scale, False)
+            joined, lse = out[parts.queries].float(), lse_NT[:, parts.queries].t().contiguous()
+            reference_attention.merge(joined, lse, more, more_lse_NT.t())
+            out[parts.queries] = joined.to(out.dtype)
+            lse_NT[:, parts.queries] = lse.t()
+        ctx.save_for_backward(q, k, v, out, lse_NT)
+        ctx.attention, ctx.parts, ctx.scale = attention, parts, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (q, k, v, out, lse_NT), parts = ctx.saved_tensors, ctx.parts
+        grads = ctx.attention.backward(grad, q, k, v, out, lse_NT, parts.own, ctx.scale, True)
+        queries, keys = parts.queries, parts.keys
+        if not len(queries):
+            return *grads, None, None, None
+        of_queries = lse_NT[:, queries].contiguous()
+        to_prompt = grad[queries], q[queries], k[keys], v[keys], out[queries], of_queries
+        more = ctx.attention.backward(*to_prompt, parts.across, ctx.scale, False)
+        for whole, rows, part in zip(grads, (queries, keys, keys), more, strict=True):
+            whole[rows] += part
+        return *grads, None, None, None
+
+
+def _packed(lengths_q: list[int], lengths_k: list[int], device: torch.device) -> Sequences:
+    bounds_q, bounds_k = (
+        async_h2d(torch.tensor([0, *lengths]).cumsum(0).int(), device) for lengths in (lengths_q, lengths_k)
+    )
+    return Sequences(bounds_q, bounds_k, max(lengths_q, default=0), max(lengths_k, default=0))
 
 
 def _sequences(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Sequences:

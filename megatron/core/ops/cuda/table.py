@@ -26,6 +26,7 @@ _NAMES = {
     "swiglu": "native (triton)",
     "rotary_interleaved": "native (triton)",
     "core_attention": _FLASH,
+    "shared_prompt_attention": _FLASH,
     "attention_block": _FLASH,
     "attention_block_grad": _FLASH,
     "matmul": "native (torch.mm)",
@@ -39,14 +40,22 @@ _NAMES = {
 }
 
 
-def cuda_ops(tp_comm_overlap: bool = False) -> TrainOps:
+_FP8_NAME = "native (triton, FP8: e4m3 blocks of activations, gradients and weights)"
+_FP8_CAPABILITY = (9, 0)
+
+
+def cuda_ops(tp_comm_overlap: bool = False, fp8: str | None = None, fp8_recipe: str | None = None) -> TrainOps:
     """The table (provider ``megatron.core.ops.cuda:cuda_ops``); nothing touches a device before an op is called.
 
-    tp_comm_overlap (Megatron's name): products of sequence parallelism run beside their collectives.
     Products are added up in float32, as the contract says: torch's setting that lets bfloat16 do less is put off.
 
+    Args:
+        tp_comm_overlap: Megatron's name; products of sequence parallelism run beside their collectives.
+        fp8, fp8_recipe: Megatron's names; with "e4m3" and "blockwise" linear layers and experts multiply e4m3 blocks,
+            forward and for both gradients (``reference_fp8``).
+
     Raises:
-        ValueError: triton is not installed, or this torch has no grouped_mm.
+        ValueError: triton is not installed, this torch has no grouped_mm, or the GPU no FP8; or overlap with FP8.
     """
     if importlib.util.find_spec("triton") is None:
         raise ValueError(
@@ -77,11 +86,41 @@ def cuda_ops(tp_comm_overlap: bool = False) -> TrainOps:
         log_sum_exp=vocab.log_sum_exp,
         cross_entropy_grad=vocab.cross_entropy_grad,
         adamw_step=fused_adamw.adamw_step,
+        shared_prompt_attention=attention.shared_prompts,
         names=dict(_NAMES),
     )
-    if not tp_comm_overlap:
-        return table
+    if tp_comm_overlap and fp8 is not None:
+        raise ValueError(
+            f"tp_comm_overlap=True with fp8={fp8!r}: torch's ops that multiply while tokens travel take no FP8 blocks; "
+            "leave one of the two out"
+        )
+    if tp_comm_overlap:
+        return _with_overlap(table)
+    return table if fp8 is None and fp8_recipe is None else _with_fp8(table, fp8, fp8_recipe)
+
+
+def _with_overlap(table: TrainOps) -> TrainOps:
     from megatron.core.ops.cuda.symmetric_memory import SymmetricMemoryOverlap  # registers torch's ops
 
-    names = _NAMES | {"tensor_parallel_overlap": "native (torch symmetric memory)"}
+    names = table.names | {"tensor_parallel_overlap": "native (torch symmetric memory)"}
     return replace(table, tensor_parallel_overlap=SymmetricMemoryOverlap(), names=names)
+
+
+def _with_fp8(table: TrainOps, fp8: str | None, recipe: str | None) -> TrainOps:
+    if (fp8, recipe) != ("e4m3", "blockwise"):
+        raise ValueError(
+            f"fp8 is {fp8!r} and fp8_recipe {recipe!r}: the CUDA train ops have fp8='e4m3' with fp8_recipe='blockwise'"
+        )
+    if torch.cuda.is_available() and (capability := torch.cuda.get_device_capability()) < _FP8_CAPABILITY:
+        raise ValueError(
+            f"fp8={fp8!r} needs a GPU of compute capability 9.0 (H100) or later, and {torch.cuda.get_device_name()} "
+            f"has {'.'.join(map(str, capability))}: leave fp8 out"
+        )
+    from megatron.core.ops.cuda import fp8 as products
+
+    return replace(
+        table,
+        grouped_matmul=products.grouped_matmul,
+        linear_products=products.Fp8Products(),
+        names=table.names | dict.fromkeys(("grouped_matmul", "linear_products"), _FP8_NAME),
+    )

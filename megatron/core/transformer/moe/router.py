@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megatron.core.ops import TrainOps
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import ProcessGroups
-from megatron.core.tensor_parallel.layers import linear, set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.layers import MatmulProducts, linear, set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.weight_init import WeightInit
 from megatron.core.transformer.moe.aux_loss import AuxLossScaler, MoEAuxLosses, TokenRows
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -38,7 +38,7 @@ class TopKRouter(nn.Module):
         self.config = config
         self.num_experts = config.num_moe_experts
         self.groups = groups
-        self.matmul, self.topk_router = ops.matmul, ops.topk_router
+        self.products, self.topk_router = MatmulProducts(ops.matmul), ops.topk_router
         self.global_layer = global_layer
         self.is_counting = True
         self.aux_loss_scaler = AuxLossScaler()
@@ -76,7 +76,7 @@ class TopKRouter(nn.Module):
     def _gate(self, x_TH: Tensor) -> Tensor:
         config = self.config
         dtype = self.weight.dtype if config.moe_router_dtype is None else GATE_DTYPES[config.moe_router_dtype]
-        logits_TE = linear(x_TH.to(dtype), self.weight.to(dtype), self.matmul).float()
+        logits_TE = linear(x_TH.to(dtype), self.weight.to(dtype), self.products).float()
         return (
             _balanced_logits(logits_TE, config.moe_router_topk) if config.moe_router_force_load_balancing else logits_TE
         )
