@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.core.ops import TrainOps, reference_ops, resolve
+from megatron.core.ops.reference_attention import whole_sequence_attention
+from tests.megatron.model_helpers import shared_prompts
 from tests.npu import rollout_op_cases, train_op_cases
 from tests.npu.op_parity import Entry, Maker, assert_same, outcome
 from tools.bench.models import CHECKPOINTS, random_batch
@@ -36,6 +39,25 @@ def training_ops(device: str, rows: Rows) -> None:
     ops = resolve(TRAIN_OPS)
     sizes = {"tiny": train_op_cases.TINY}
     _compare(ops, reference_ops(), train_op_cases.CASES, sizes, ops.names, device, rows)
+    _shared_prompts(ops, device, rows)
+
+
+def _shared_prompts(ops: TrainOps, device: str, rows: Rows) -> None:
+    """Attention of samples that share prompts, and its gradients, in bfloat16 beside whole sequences in float32."""
+    bounds, longest, shared = shared_prompts([40, 40, 40, 9, 9, 0], [5, 0, 30, 7, 1, 12])
+    attend: Any = ops.shared_prompt_attention
+    assert attend is not None, "the table has no shared_prompt_attention"
+    generator = torch.Generator().manual_seed(0)
+    qkv = [torch.randn(len(shared.whole_T), *size, generator=generator) for size in ((4, 24), (4, 24), (4, 16))]
+    found = []
+    whole: Any = partial(whole_sequence_attention, reference_ops().core_attention)
+    for dtype, where, call in ((torch.bfloat16, device, attend), (torch.float32, "cpu", whole)):
+        leaves = [x.bfloat16().to(where, dtype).requires_grad_() for x in qkv]
+        out = call(*leaves, bounds, longest, 0.2, shared.to(torch.device(where)))
+        found.append([x.detach().float().cpu() for x in (out, *torch.autograd.grad(out.sum(), leaves))])
+    gap = max(float((got - want).abs().max() / want.abs().max()) for got, want in zip(*found, strict=True))
+    name = f"shared_prompt_attention ({ops.names['shared_prompt_attention']})"
+    rows.holds(name, gap < 2e-2, f"relative difference up to {gap:.1e}")
 
 
 def rollout_ops(device: str, rows: Rows) -> None:
