@@ -31,7 +31,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.ops.contract import RolloutOps, resolve
 from vllm.ops.cuda import rollout_ops
 from vllm.ops.cuda.deep_ep import with_deep_ep
-from vllm.ops.cuda.flash_mla import flash_mla_table
+from vllm.ops.cuda.flash_mla import with_flash_mla
 from vllm.ops.cuda.launch import find_kernel
 from vllm.ops.cuda.table import cuda_table
 from vllm.platforms.cpu import CpuPlatform
@@ -78,7 +78,11 @@ def test_a_decode_step_and_sampling_wait_for_nothing(
     raw = ALIGNED if is_fp8 else CONFIGS.get(name, TINY)
     if has_library:
         raw = raw | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
-        table, block_size = partial(flash_mla_table, flash_mla_form), flash_mla_form.BLOCK_SIZE
+        block_size = flash_mla_form.BLOCK_SIZE
+
+        def table(launch: Callable[..., None]) -> RolloutOps:
+            return with_flash_mla(cuda_table(launch), flash_mla_form)
+
     (tmp_path / "config.json").write_text(json.dumps(raw))
     hf = load_config(str(tmp_path))
     if name == "DeepEP":

@@ -15,7 +15,8 @@ import torch
 
 pytest.importorskip("triton", reason="the rest of the CUDA table is written in Triton, which this environment lacks")
 
-from tests.vllm import flash_mla_form
+from tests import deep_ep_form
+from tests.vllm import deep_gemm_form, flash_mla_form
 from tests.vllm.capturing_platform import DEVICE
 from tests.vllm.test_cuda_ops import assert_near, decode_metadata, make_tables, random_latents
 from tests.vllm.test_parity import as_inputs
@@ -94,3 +95,20 @@ def test_what_flash_mla_does_not_take_is_refused(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (10, 0))
     with pytest.raises(ValueError, match="decodes bfloat16 on sm_90 alone, and this GPU is sm_100"):
         resolve(FLASH_MLA)
+
+
+def test_deepseeks_libraries_in_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    provider = "vllm.ops.cuda:deepseek_ops"
+    with pytest.raises(ValueError, match="needs deep_ep, which is not installed"):
+        resolve(provider)
+    with deep_ep_form.deep_ep_installed():
+        with pytest.raises(ValueError, match="needs DeepGEMM 2"):
+            resolve(provider)
+        monkeypatch.setitem(sys.modules, "deep_gemm", deep_gemm_form)
+        with pytest.raises(ValueError, match="No module named 'flash_mla'"):
+            resolve(provider)
+        monkeypatch.setitem(sys.modules, "flash_mla", flash_mla_form)
+        ops = resolve(provider)
+    assert "DeepGEMM" in ops.implementations["linear"] and "DeepGEMM" in ops.implementations["fused_experts"]
+    assert "FlashMLA" in ops.implementations["mla_decode"] and "DeepEP" in ops.implementations["exchanged_experts"]
+    assert ops.connect_exchange is not None and ops.not_capturable == () and ops.multiplies_fp8

@@ -36,13 +36,17 @@ def deep_ep_ops() -> RolloutOps:
     Raises:
         ValueError: deep_ep or something of `rollout_ops` is missing.
     """
-    table = rollout_ops()
+    check_deep_ep()
+    return with_deep_ep(rollout_ops())
+
+
+def check_deep_ep() -> None:
+    """Raise a ValueError where the library is not installed."""
     if importlib.util.find_spec("deep_ep") is None:
         raise ValueError(
             "rollout_ops='vllm.ops.cuda:deep_ep_ops' needs deep_ep, which is not installed: build DeepEP 1 "
             f"(https://github.com/deepseek-ai/DeepEP) on every node, {_OTHERWISE}"
         )
-    return with_deep_ep(table)
 
 
 def with_deep_ep(table: RolloutOps) -> RolloutOps:

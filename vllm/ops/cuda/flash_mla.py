@@ -15,8 +15,7 @@ from torch import Tensor
 
 from vllm.config import VllmConfig
 from vllm.ops.contract import DecodeMetadata, KVCache, RolloutOps
-from vllm.ops.cuda.launch import Launch, launch
-from vllm.ops.cuda.table import cuda_table, rollout_ops
+from vllm.ops.cuda.table import rollout_ops
 
 _BLOCK_SIZE, _LATENT, _ROPE = 64, 512, 64
 _HOPPER = 9
@@ -29,7 +28,11 @@ def flash_mla_ops() -> RolloutOps:
     Raises:
         ValueError: flash_mla or something of `rollout_ops` is missing, or this machine's GPU is no Hopper.
     """
-    rollout_ops()
+    return with_flash_mla(rollout_ops(), find_flash_mla())
+
+
+def find_flash_mla() -> Any:
+    """Return the library; ValueError where it is not installed, or the GPU is no Hopper."""
     named = "rollout_ops='vllm.ops.cuda:flash_mla_ops'"
     try:
         library = importlib.import_module("flash_mla")
@@ -42,17 +45,16 @@ def flash_mla_ops() -> RolloutOps:
             f"{named}: FlashMLA decodes bfloat16 on sm_90 alone, and this GPU is sm_{''.join(map(str, capability))}; "
             f"{_OTHERWISE}"
         )
-    return flash_mla_table(library)
+    return library
 
 
-def flash_mla_table(library: Any, launch: Launch = launch) -> RolloutOps:
-    """Return `cuda_table` with the decoding of `library`, the module ``flash_mla``."""
-    table = cuda_table(launch)
+def with_flash_mla(table: RolloutOps, library: Any) -> RolloutOps:
+    """Return `table` with the decoding of `library`, the module ``flash_mla``."""
     return replace(
         table,
         mla_decode=FlashMla(library).mla_decode,
         implementations=table.implementations | {"mla_decode": "native (FlashMLA)"},
-        problems=_problems,
+        problems=lambda config: [*table.problems(config), *_problems(config)],
     )
 
 
