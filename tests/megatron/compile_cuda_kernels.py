@@ -1,7 +1,11 @@
-"""Compiles every Triton kernel of the CUDA table for an H100, on any machine, and prints their names."""
+"""Compiles every Triton kernel of the CUDA table for an H100, on any machine, and prints their names.
+
+`python compile_cuda_kernels.py [every]`: every form of them, else one of the slow ones.
+"""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import triton
@@ -18,7 +22,7 @@ TYPES |= dict.fromkeys(("target", "row_map", "chosen"), LONG) | {"ends": INT, "e
 TYPES |= {"experts": INT} | dict.fromkeys(("scales", "x_scales", "w_scales", "a_scales", "b_scales"), FLOAT)
 FP8 = "*fp8e4nv"
 QUANTIZED = {"values": FP8, "w": HALF}
-FORMS = {"GROUPED": True}, {"GROUPED": False, "ends": None, "experts": None}
+ALONE = {"GROUPED": False, "ends": None, "experts": None}
 WEIGHTED = {"TOPK": 8, "BLOCK": 1024, "WEIGHTED": True}
 NOT_WEIGHTED = WEIGHTED | {"WEIGHTED": False, "probs": None}
 CHOICE = {"TOPK": 8, "HAS_BIAS": False, "bias": None}
@@ -50,10 +54,14 @@ CASES: list[tuple[Any, dict[str, Any], dict[str, str]]] = [
     (experts.add_products, {"BLOCK": 4096}, {}),
     (experts.clear_idle, {"BLOCK": 4096}, {}),
     (fp8.quantize_rows, {"ROWS": 32}, QUANTIZED),
-    *((fp8.quantize_tokens, {"COLUMNS": 64} | form, QUANTIZED) for form in FORMS),
+    (fp8.quantize_tokens, {"COLUMNS": 64, "GROUPED": True}, QUANTIZED),
     (fp8.quantize_weight, {"TRANSPOSED": True}, QUANTIZED),
-    *((fp8.multiply, {"ROWS_TOGETHER": 8} | form, {"x": FP8, "w": FP8}) for form in FORMS),
+    (fp8.multiply, {"ROWS_TOGETHER": 8, "GROUPED": True}, {"x": FP8, "w": FP8}),
     (fp8.multiply_tokens, {"ADDS": True, "GROUPED": True}, {"a": FP8, "b": FP8, "out": FLOAT}),
+]
+OF_LINEAR_LAYERS: list[tuple[Any, dict[str, Any], dict[str, str]]] = [
+    (fp8.quantize_tokens, {"COLUMNS": 64} | ALONE, QUANTIZED),
+    (fp8.multiply, {"ROWS_TOGETHER": 8} | ALONE, {"x": FP8, "w": FP8}),
     (fp8.multiply_tokens, {"ADDS": False, "GROUPED": False, "ends": None}, {"a": FP8, "b": FP8}),
 ]
 # Kernels that must use the tensor cores of an H100 for e4m3.
@@ -61,7 +69,7 @@ TENSOR_CORE_KERNELS = (fp8.multiply, fp8.multiply_tokens)
 
 
 def main() -> None:
-    for kernel, constants, types in CASES:
+    for kernel, constants, types in CASES + (OF_LINEAR_LAYERS if "every" in sys.argv else []):
         names = [parameter.name for parameter in kernel.params]
         signature = {name: "constexpr" if name in constants else (TYPES | types).get(name, "i32") for name in names}
         multiplies = kernel in TENSOR_CORE_KERNELS

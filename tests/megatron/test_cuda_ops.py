@@ -254,11 +254,14 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         cuda_ops()
 
 
-def test_the_kernels_compile_for_gpus(tmp_path: Path) -> None:
+@pytest.mark.parametrize("forms", [[], pytest.param(["every"], marks=pytest.mark.slow)])
+def test_the_kernels_compile_for_gpus(forms: list[str], tmp_path: Path) -> None:
     """Down to the machine code of an H100, which needs no GPU: the interpreter takes more than the compiler does."""
     script = Path(__file__).parent / "compile_cuda_kernels.py"
     env = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        [sys.executable, script, *forms], env=env, capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     from megatron.core.ops.cuda.kernels import experts, fp8, rows, vocab
 

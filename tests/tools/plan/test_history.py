@@ -66,6 +66,7 @@ def test_load_takes_memory_and_recomputed_layers_give_it_back(tmp_path: Path) ->
     assert update_bytes("tp2_ep2_extended", 1.0) < worst > update_bytes("tp2_ep2_extended_recompute", 4.0)
 
 
+@pytest.mark.slow
 def test_eight_recomputed_layers_hold_the_worst_load() -> None:
     assert _update_bytes(32.0, 8) <= BUDGET
 
