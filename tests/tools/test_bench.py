@@ -15,7 +15,8 @@ TINY = "--hidden-size 64 --num-layers 2 --num-experts 8 --vocab-size 64 --tokens
 
 
 # Each engine and way to batch is a process of its own, which imports what it measures.
-@pytest.mark.parametrize("mixed", ["none", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mixed", ["none", "all"])
 def test_training_beside_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str], mixed: str) -> None:
     file = tmp_path / "report.json"
     options = f"{TINY} --threads 1 --steps 1 --engines megatron,transformers-bf16 --mixed {mixed} --json {file}"

@@ -9,22 +9,20 @@ sizes on the CPU, kernels in Triton's interpreter, and no figure is judged. Exit
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import platform
-import subprocess
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from tools.gpu_day.parts import PARTS, ends_of_parts, resolved_device
+from tools.gpu_day.parts import PARTS, ends_of_parts, resolved_device, run_part
 from tools.gpu_day.rows import (
     CUT_OFF,
     ENDED,
     NOT_STARTED,
-    ROOT,
     Row,
     line,
     page,
@@ -35,6 +33,9 @@ from tools.gpu_day.rows import (
 )
 
 LEAST_S = 5.0  # left of the day, below which no part begins
+# Each part begins as a copy of a process that has only imported torch: no device, no threads yet.
+_PROCESSES = multiprocessing.get_context("forkserver")
+_PROCESSES.set_forkserver_preload(["torch", "triton"])
 
 
 def main() -> int:
@@ -42,6 +43,8 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
     device = resolved_device(options.device)
+    if device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
     rows: list[Row] = []
     took: dict[str, float] = {}
     for name, end_s in ends_of_parts(options.parts, 60 * options.minutes).items():
@@ -75,15 +78,16 @@ def _run(name: str, device: str, out: Path, limit_s: float) -> list[Row]:
     """The rows of one part, and one more where it did not end by itself or well."""
     path = out / f"{name.replace(' ', '_')}.json"
     path.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "tools.gpu_day.parts", name, "--out", str(path), "--device", device]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
+    process = _PROCESSES.Process(target=run_part, args=(name, path, device))
+    process.start()
+    process.join(limit_s)
     end = None
-    try:
-        status = subprocess.run(command, cwd=ROOT, env=environment, timeout=limit_s).returncode
-        if status != 0:
-            end = Row(name, ENDED, note=f"exit status {status}", is_well=False)
-    except subprocess.TimeoutExpired:
+    if process.is_alive():
+        process.kill()
+        process.join()
         end = Row(name, CUT_OFF, note=f"after {limit_s:.0f} s; the rows before this one are whole")
+    elif process.exitcode != 0:
+        end = Row(name, ENDED, note=f"exit status {process.exitcode}", is_well=False)
     found = read_rows(path)
     if end is None or any(row.name == ENDED for row in found):  # the part has reported why
         return found

@@ -1,10 +1,8 @@
-"""The parts of a GPU day in order of worth, and `python -m tools.gpu_day.parts PART ...`, which runs one of them."""
+"""The parts of a GPU day in order of worth."""
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -61,25 +59,14 @@ def resolved_device(asked: str | None) -> str:
     return asked or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tools.gpu_day.parts", description=__doc__)
-    parser.add_argument("part", choices=PARTS)
-    parser.add_argument("--out", type=Path, required=True, help="JSON file of the rows")
-    parser.add_argument("--device", choices=("cuda", "cpu"))
-    options = parser.parse_args()
-    device = resolved_device(options.device)
-    if device == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
-    part = PARTS[options.part]
+def run_part(name: str, path: Path, device: str) -> None:
+    """Run one part in this process; its rows go to the JSON file ``path``."""
+    part = PARTS[name]
     run = getattr(importlib.import_module(part.module), part.function)
-    rows = Rows(options.out, options.part, judges=device == "cuda")
+    rows = Rows(path, name, judges=device == "cuda")
     try:
         with flash_attention_on_cpu() if device == "cpu" else nullcontext():
             run(device, rows)
     except Exception as error:
         rows.holds(ENDED, False, described(error))
         raise
-
-
-if __name__ == "__main__":
-    main()
