@@ -40,6 +40,7 @@ def number(pattern: str, text: str) -> int:
     return int(found[1].replace(",", ""))
 
 
+@pytest.mark.slow
 def test_671b_is_forecast_from_its_config(tmp_path: Path) -> None:
     config = deepseek_v3_config()
     hf = parse_hf_config(config).with_mtp(1)

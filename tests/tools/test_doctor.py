@@ -161,6 +161,7 @@ def test_expansion_on_the_vector_cores_of_a_whole_job_is_refused() -> None:
     assert not links.hccl_expansion("9.2.0", {}).remedy
 
 
+@pytest.mark.slow
 def test_the_table_has_what_the_big_configs_need() -> None:
     """Memory with a quarter on top, disk with all checkpoints at once: the figures of tested.toml, computed again."""
     for row in load_table()[1]:

@@ -44,7 +44,7 @@ def run_day(out: Path, blocker: Path, *arguments: str) -> subprocess.CompletedPr
 
 
 # What the other parts show at a tiny size, these do too; their figures are a GPU's.
-LATER = ("decode", "memory", "sleep")
+LATER = ("decode", "prefill", "fp8 training", "memory", "sleep")
 FIRST = tuple(part for part in PARTS if part not in LATER)
 
 
