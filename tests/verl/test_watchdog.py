@@ -191,6 +191,7 @@ def test_a_stack_is_whole_although_its_thread_runs_on(tmp_path: Path) -> None:
         thread.join()
     for answer in answers:
         assert "in looks_for_a_file" in answer.stacks[f"{thread.name} (in the phase)"]
+        assert "in looks_for_a_file: " in answer.at, "the line of the phase, not pathlib's"
 
 
 def test_equal_ranks_share_a_line() -> None:

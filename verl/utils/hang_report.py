@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import sys
+import sysconfig
 import threading
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +20,8 @@ import torch.distributed as dist
 
 _C10D = os.path.join("torch", "distributed", "distributed_c10d.py")
 _DEVICE_READ = re.compile(r"\.(item|tolist|cpu|numpy|synchronize)\(")
+_STDLIB = re.escape(sysconfig.get_path("stdlib") + os.sep)
+_LIBRARY = re.compile(rf"{os.sep}torch{os.sep}|^<frozen |^{_STDLIB}(?!(site|dist)-packages)")
 _TENSOR_NAMES = ("tensor", "output_tensor", "output", "tensor_list", "input_tensor", "input", "obj", "object_list")
 
 
@@ -30,7 +33,7 @@ class Answer:
         phase: the phase that the rank was in, "" for none.
         stuck_s: seconds for which nothing has moved.
         waits_for: the collective or transfer that the rank waits for, "" when it waits for none.
-        at: the source line that is being executed.
+        at: the source line that is being executed; inside the standard library or torch, the line that called it.
         collectives: group -> the number of collectives that the rank has launched there.
         stacks: thread -> its Python stack.
         metrics: the latest metrics that were stored.
@@ -69,7 +72,7 @@ def own_answer(
         phase=phase,
         stuck_s=round(stuck_s, 1),
         waits_for=waits_for(in_phase) if in_phase else "",
-        at=_line_of(_outside_torch(in_phase)) if in_phase else "",
+        at=_line_of(_outside_libraries(in_phase)) if in_phase else "",
         collectives={describe_group(group): count for group, count in launched(groups)},
         stacks={
             f"{names.get(ident, 'not a Python thread')}{' (in the phase)' if ident == phase_ident else ''}": "".join(
@@ -201,10 +204,9 @@ def _describe_tensor(value: Any) -> str:
     return ""
 
 
-def _outside_torch(frames: Sequence[FrameType]) -> FrameType:
-    """Return the innermost frame outside of torch: our own line that is being executed."""
-    outside = (frame for frame in frames if f"{os.sep}torch{os.sep}" not in frame.f_code.co_filename)
-    return next(outside, frames[0])
+def _outside_libraries(frames: Sequence[FrameType]) -> FrameType:
+    """Return the innermost frame outside of torch and the standard library: our own line that is being executed."""
+    return next((frame for frame in frames if not _LIBRARY.search(frame.f_code.co_filename)), frames[0])
 
 
 def _line_of(frame: FrameType) -> str:
