@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from itertools import count
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -25,6 +25,8 @@ from tools.gpu_day.rows import Rows
 from tools.plan.model_work import model_work, train_flops_per_token
 from vllm import LLM
 from vllm.platforms import resolve_platform
+
+Returned = TypeVar("Returned")
 
 
 class Sizes(NamedTuple):
@@ -111,12 +113,11 @@ class TrainingSteps(NamedTuple):
 
 
 def training_steps(device: str, ops: TrainOps) -> TrainingSteps:
-    """Three on a GPU, one on a CPU."""
-    sizes, repeats = sizes_of(device), 3 if device == "cuda" else 1
+    sizes = sizes_of(device)
     trainer = Trainer(sizes.trained, ops, device, torch.bfloat16)
     batch = random_batch(list(sizes.lengths), sizes.trained["vocab_size"], 0)
     losses: list[float] = []
-    took = min(seconds_of(device, lambda: losses.append(trainer.step(batch))) for _ in range(repeats))
+    took, _ = quickest(device, lambda: losses.append(trainer.step(batch)))
     work = model_work(parsed(sizes.trained))
     flops = sum(3 * length * train_flops_per_token(work, (length + 1) / 2) for length in sizes.lengths)
     note = f"{batch.num_tokens / took:.0f} tok/s, no recompute"
@@ -149,13 +150,12 @@ def sizes_of(device: str) -> Sizes:
 
 
 def measured_limits(device: str, rows: Rows) -> Limits:
-    """A large copy's bytes, read and written, and a large product's operations, the best of several."""
+    """A large copy's bytes, read and written, and a large product's operations."""
     scale = 1 if device == "cuda" else 32
     source = torch.ones((1 << 28) // scale**2, device=device)
     target = torch.empty_like(source)
     left, right = (torch.randn(8192 // scale, 8192 // scale, device=device, dtype=torch.bfloat16) for _ in range(2))
-    copy_s = min(seconds_of(device, lambda: target.copy_(source)) for _ in range(5))
-    product_s = min(seconds_of(device, lambda: left @ right) for _ in range(5))
+    (copy_s, _), (product_s, _) = quickest(device, lambda: target.copy_(source)), quickest(device, lambda: left @ right)
     limits = Limits(2 * source.nbytes / copy_s, 2 * left.shape[0] ** 3 / product_s)
     rows.measured("memory", limits.bytes_per_s / 1e9, "GB/s")
     rows.measured("bf16 products", limits.flops_per_s / 1e12, "TFLOP/s")
@@ -172,16 +172,16 @@ def _step_seconds(device: str, raw: dict[str, Any], sizes: Sizes, batch: int, is
 def decode_seconds(device: str, llm: LLM, raw: dict[str, Any], sizes: Sizes, batch: int) -> float:
     """Seconds of a decode step: what a generation takes longer for more tokens."""
     lengths = (sizes.context,) * batch
-    took = {}
-    for steps in (1, sizes.steps + 1):
-        _generate(llm, raw, lengths, steps)
-        took[steps] = min(seconds_of(device, partial(_generate, llm, raw, lengths, steps)) for _ in range(2))
-    return (took[sizes.steps + 1] - took[1]) / sizes.steps
+    many_s, _ = quickest(device, lambda: _generate(llm, raw, lengths, sizes.steps + 1))
+    few_s, _ = quickest(device, lambda: _generate(llm, raw, lengths, 1))
+    return (many_s - few_s) / sizes.steps
 
 
 def prefill_seconds(device: str, llm: LLM, raw: dict[str, Any], sizes: Sizes) -> float:
-    """Seconds of all prompts, the best of three runs."""
-    return min(seconds_of(device, partial(_generate, llm, raw, sizes.prompts, 1, seed)) for seed in range(3))
+    """Seconds of all prompts, which are others in each run."""
+    seeds = count()
+    took, _ = quickest(device, lambda: _generate(llm, raw, sizes.prompts, 1, next(seeds)))
+    return took
 
 
 def new_engine(device: str, raw: dict[str, Any], batch: int, longest: int, **arguments: Any) -> LLM:
@@ -195,10 +195,16 @@ def _generate(llm: LLM, raw: dict[str, Any], lengths: tuple[int, ...], steps: in
     llm.generate(prompts(lengths, raw["vocab_size"], seed), drawn(steps), use_tqdm=False)
 
 
-def seconds_of(device: str, run: Callable[[], object]) -> float:
-    platform = resolve_platform(device)
-    platform.synchronize()
-    start = time.perf_counter()
-    run()
-    platform.synchronize()
-    return time.perf_counter() - start
+def quickest(device: str, run: Callable[[], Returned]) -> tuple[float, Returned]:
+    """Seconds of the quickest of five runs, the first of which warms up, and what the last one returned.
+
+    On a CPU, where no time is judged, there is one run.
+    """
+    platform, took = resolve_platform(device), []
+    for _ in range(5 if device == "cuda" else 1):
+        platform.synchronize()
+        start = time.perf_counter()
+        returned = run()
+        platform.synchronize()
+        took.append(time.perf_counter() - start)
+    return min(took), returned
