@@ -20,22 +20,21 @@ ROOT = Path(__file__).resolve().parents[1]
 # Every process that a test starts inherits it, at any depth and whoever adopts it: that is how leftovers are found.
 TAG_NAME = "R1_ZERO_TEST_SESSION"
 LEFT_OUT_KEY = "left_out"
+# Triton's kernels are interpreted, because tests need no GPU. Triton reads this when it is imported, which the conftest
+# of a folder below does.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 # Python's own helpers end by themselves with the process that started them. Ranks forked by the server of
 # tests/parallel/launcher.py carry its command line too, so only this process's own children count as helpers.
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let subprocesses import our packages, keep them to one thread, tag them, and fork them with torch imported.
-
-    Triton's kernels are interpreted, which triton reads when it is imported: tests need no GPU.
-    """
+    """Let subprocesses import our packages, keep them to one thread, tag them, and fork them with torch imported."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-    os.environ.setdefault("TRITON_INTERPRET", "1")
     os.environ.setdefault("RAY_enable_worker_prestart", "0")
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     if not _is_worker(config):

@@ -23,7 +23,7 @@ PROFILE = (
     "actor_rollout_ref.actor.profiler.enable=True",
     "actor_rollout_ref.actor.profiler.ranks=[1]",
 )
-OPS = {"aten::_fused_adamw_", "aten::mm"}  # of the update; the rollout's products are those of mm too
+OPS = {"aten::linalg_vector_norm", "aten::mm"}  # the norm is of the update; the products are the rollout's too
 QUIET = ("trainer.save_freq=-1", "trainer.save_last=False", "trainer.export_hf=False", "data.val_max_samples=4")
 PHASES = ("generate_sequences", "compute_ref_log_prob", "update_actor")
 

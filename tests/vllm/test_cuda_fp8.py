@@ -39,8 +39,11 @@ TOLERANCE = {FP32: 1e-5, BF16: 1e-2}
 DTYPES = pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
 FP8, REFERENCE = Fp8Products(launch), reference.rollout_ops()
 
-# Memory that no expert writes holds anything.
-pytestmark = [pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")]
+pytestmark = [
+    # Memory that no expert writes holds anything.
+    pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning"),
+    pytest.mark.needs_torch("2.10", "torch.nn.functional.grouped_mm, without which the CUDA table refuses to start"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -209,7 +212,6 @@ def test_a_model_stays_near_that_of_dequantised_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.needs_torch("2.10", "torch.nn.functional.grouped_mm, without which the CUDA table refuses to start")
 def test_a_model_is_that_of_the_specification(tmp_path: Path) -> None:
     """Also with new weights and after a sleep: captured steps go on with what they captured."""
     first, second = (fp8_tensors(random_weights(ALIGNED, seed)) for seed in (0, 3))

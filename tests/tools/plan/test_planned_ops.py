@@ -148,6 +148,7 @@ def _calls_of_two_layers(tp_comm_overlap: bool) -> list[Collective]:
     return log.calls
 
 
+@pytest.mark.needs_torch("2.10", "the fused ops of symmetric memory, as the CUDA table needs them")
 def test_products_beside_collectives_are_planned_with_the_same_collectives() -> None:
     calls = _calls_of_two_layers(tp_comm_overlap=True)
     assert [call.kind for call in calls[:2]] == ["all_gather", "reduce_scatter"] and len(calls) == 5
