@@ -32,6 +32,9 @@ from vllm.platforms.cpu import CpuPlatform
 ENGINE, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
 NUM_SAMPLES, RESPONSE_LENGTH = 2, 6
 PEAK_TOLERANCE, GROUPED_TOLERANCE = 0.1, 0.05
+# Threads of gloo let go of a step's tensors when they come to it: one step in three has 5% more alive than is planned.
+# The least of a few tries has none; where 5% is too much, of more.
+FEW_TRIES, MANY_TRIES = 3, 10
 GROUPED = ("dp2, experts by dispatch",)  # of a model with grouped queries; the others are slow
 RAGGED, EVEN = (3, 9, 5, 10), (9, 9, 9, 9)
 TRAINING = {
@@ -154,7 +157,7 @@ def prompts(replica: int, lengths: tuple[int, ...]) -> DataProto:
 
 
 def watch(
-    worker: ActorRolloutRefWorker, lengths: tuple[int, ...], log: CollectiveLog, meter: MemoryMeter, num_tries: int = 3
+    worker: ActorRolloutRefWorker, lengths: tuple[int, ...], log: CollectiveLog, meter: MemoryMeter, num_tries: int
 ) -> Seen:
     """A sync and a generation; then another, step by step, ``num_tries`` times."""
     tp = worker.config.rollout.tensor_model_parallel_size
@@ -165,7 +168,6 @@ def watch(
         report = worker.rollout.inference_engine.get_memory_report()
         steps: list[Step] = []
         if not worker.config.rollout.rebalance_interval:  # else requests cannot be added one by one
-            # Threads of gloo let go of a step's tensors when they come to it; the least of a few tries has none.
             generations = [measured(worker, mine, log, meter) for _ in range(num_tries)]
             steps = [min(tries, key=lambda step: step.peak_bytes) for tries in zip(*generations, strict=True)]
     return Seen(generation, log.calls, report, steps)
@@ -192,12 +194,12 @@ def measured(worker: ActorRolloutRefWorker, rows: DataProto, log: CollectiveLog,
     return steps
 
 
-def real_rank(config: PPOTrainerConfig, lengths: tuple[int, ...]) -> Seen:
+def real_rank(config: PPOTrainerConfig, lengths: tuple[int, ...], num_tries: int) -> Seen:
     worker = ActorRolloutRefWorker(config, "actor_rollout")
     worker.init_model()
     log, meter = CollectiveLog(), MemoryMeter()
     with log, meter:
-        return watch(worker, lengths, log, meter)
+        return watch(worker, lengths, log, meter, num_tries)
 
 
 @contextmanager
@@ -226,7 +228,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CASES]
 )
 def test_plan_is_what_ranks_do(name: str, model_dir: str) -> None:
-    check_steps(config_of(model_dir, *CASES[name]), PEAK_TOLERANCE)
+    check_steps(config_of(model_dir, *CASES[name]), PEAK_TOLERANCE, FEW_TRIES)
 
 
 @pytest.mark.parametrize(
@@ -236,11 +238,11 @@ def test_experts_with_grouped_queries(name: str, tmp_path: Path) -> None:
     """Qwen3-MoE's form; its memory is planned to a few percent."""
     config = CONFIGS["qwen3-moe"] | {"hidden_size": 128, "moe_intermediate_size": 64, "vocab_size": 256}
     write_tiny_checkpoint(tmp_path, config, seed=1, dtype=torch.bfloat16)
-    check_steps(config_of(str(tmp_path), *CASES[name]), GROUPED_TOLERANCE)
+    check_steps(config_of(str(tmp_path), *CASES[name]), GROUPED_TOLERANCE, MANY_TRIES)
 
 
-def check_steps(config: PPOTrainerConfig, tolerance: float) -> None:
-    real: list[Any] = run_ranks(real_rank, config.trainer.world_size, config, RAGGED, timeout_s=240)
+def check_steps(config: PPOTrainerConfig, tolerance: float, num_tries: int) -> None:
+    real: list[Any] = run_ranks(real_rank, config.trainer.world_size, config, RAGGED, num_tries, timeout_s=240)
     assert dist.is_initialized() is False and "RANK" not in os.environ
     for rank, seen in enumerate(real):
         with planned_worker(config, rank) as worker:
@@ -272,7 +274,7 @@ def check_steps(config: PPOTrainerConfig, tolerance: float) -> None:
 )
 def test_totals_are_steps_times_calls(name: str, model_dir: str) -> None:
     config = config_of(model_dir, *CASES[name])
-    real: list[Any] = run_ranks(real_rank, config.trainer.world_size, config, EVEN, timeout_s=240)
+    real: list[Any] = run_ranks(real_rank, config.trainer.world_size, config, EVEN, FEW_TRIES, timeout_s=240)
     for rank, seen in enumerate(real):
         with planned_worker(config, rank) as worker:
             plan = plan_rollout(worker, len(EVEN) * NUM_SAMPLES, EVEN[0], RESPONSE_LENGTH)
