@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 
 import pytest
 
+from tests.verl.composed import composed
 from verl.trainer.config import compose_config, resolve_config, validate_config
 from verl.trainer.config.idle_keys import IDLE_RULES
 
@@ -106,7 +107,7 @@ CASES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
 
 
 def _reasons(*given: str) -> dict[str, str]:
-    return {item.key: item.reason for item in resolve_config(compose_config(given))[1]}
+    return {item.key: item.reason for item in resolve_config(composed(*given))[1]}
 
 
 @pytest.fixture(scope="module")

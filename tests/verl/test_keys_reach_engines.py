@@ -12,7 +12,8 @@ import pytest
 
 from hf_formats.config import load_hf_config
 from tests.mindspeed_llm.tiny import tiny_hf_config
-from verl.trainer.config import PPOTrainerConfig, load_config
+from tests.verl.composed import composed
+from verl.trainer.config import PPOTrainerConfig, load_config, typed_config
 from verl.trainer.config.load import known_keys
 from verl.workers.config import overrides
 from verl.workers.engine_setup import ddp_config, model_fields, optimizer_config, trained_model
@@ -163,8 +164,8 @@ def test_another_value_makes_another_engine(model: Path) -> None:
         changed = f"{key}={_another(key, default)}"
         compared += 1
         if tuple(given) not in unchanged:
-            unchanged[tuple(given)] = engines_of(load_config(given))
-        if unchanged[tuple(given)] == engines_of(load_config([*given, changed])):
+            unchanged[tuple(given)] = engines_of(typed_config(composed(*given)))
+        if unchanged[tuple(given)] == engines_of(typed_config(composed(*given, changed))):
             silent.append(changed)
     assert silent == [] and compared > 90
     assert all((ROOT / path).is_file() for path in ELSEWHERE.values())

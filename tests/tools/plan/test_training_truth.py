@@ -30,7 +30,7 @@ PEAK_TOLERANCE, GROUPED_TOLERANCE = 0.1, 0.05
 # test_whole_step has with pp2; the others repeat them in other combinations.
 QUICK = ("dp2_overlap", "tp2_ep2_extended_recompute", "tp2_pp2_uneven_ep2", "cp2_pp2_vpp2")
 FEW_ROWS = ("data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4")  # several micro-batches a rank
-GLOO_KEEPS_S = 0.2  # its threads hold the tensors of a collective for some milliseconds, more on a busy machine
+GLOO_KEEPS_S = 0.1  # its threads hold the tensors of a collective for some milliseconds, more on a busy machine
 Outcome = tuple[dict[str, TrainingPhase], list[Any]]
 
 
