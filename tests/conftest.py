@@ -20,12 +20,13 @@ ROOT = Path(__file__).resolve().parents[1]
 # Every process that a test starts inherits it, at any depth and whoever adopts it: that is how leftovers are found.
 TAG_NAME = "R1_ZERO_TEST_SESSION"
 LEFT_OUT_KEY = "left_out"
-# Triton's kernels are interpreted, because tests need no GPU. Triton reads this when it is imported, which the conftest
-# of a folder below does.
-os.environ.setdefault("TRITON_INTERPRET", "1")
 # Python's own helpers end by themselves with the process that started them. Ranks forked by the server of
 # tests/parallel/launcher.py carry its command line too, so only this process's own children count as helpers.
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+
+# Triton's kernels are interpreted, because tests need no GPU. Triton reads this when it is imported, which the conftest
+# of a folder below does.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -113,6 +113,7 @@ class TrainingSteps(NamedTuple):
 
 
 def training_steps(device: str, ops: TrainOps) -> TrainingSteps:
+    """Steps on one packed batch with the products of `ops`."""
     sizes = sizes_of(device)
     trainer = Trainer(sizes.trained, ops, device, torch.bfloat16)
     batch = random_batch(list(sizes.lengths), sizes.trained["vocab_size"], 0)
