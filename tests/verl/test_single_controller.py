@@ -255,6 +255,15 @@ def test_a_timeout_names_the_silent_ranks(local_ray: None) -> None:
     assert_gone(pids)
 
 
+def test_a_time_limit_holds_for_calls_that_are_waited_for_together(local_ray: None) -> None:
+    with new_group(1) as quick:
+        slow = new_group(1)
+        start_s = time.monotonic()
+        with pytest.raises(WorkerTimeoutError, match=r"sleep: no answer after 0.5 s from .*rank 0"):
+            get_together(quick.start("sleep", timeout_s=60), slow.start("sleep", timeout_s=0.5))
+        assert time.monotonic() - start_s < 15
+
+
 def test_a_worker_that_cannot_be_built_leaves_nothing_behind(local_ray: None) -> None:
     init = RayClassWithInitArgs(worker_class())  # greeting is missing
     with pytest.raises(WorkerError, match="__init__ failed on rank .*greeting"):

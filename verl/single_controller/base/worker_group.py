@@ -238,8 +238,8 @@ def _rows_before_padding(args: tuple, kwargs: dict[str, Any]) -> int | None:
 def get_together(*calls: PendingCall) -> list[Any]:
     """Returns the outputs of calls of several groups that meet in collectives, where one failure blocks the others.
 
-    Consumes answers; unblocked by the last one, or soon after the first failure. If a rank of any group died, its
-    group's or another one's call raises its death and not the errors of ranks that waited for it.
+    Consumes answers; unblocked by the last one, or soon after the first failure or the end of a call's time. If a rank
+    of any group died, its group's or another one's call raises its death and not the errors of ranks that waited for it.
     """
     outputs: dict[int, Any] = {}
     while len(outputs) < len(calls):
@@ -256,7 +256,8 @@ class PendingCall:
 
     Attributes:
         wait: returns the outputs of the ranks.
-        is_done: whether all ranks have answered or one has failed, so that ``wait`` returns or raises soon.
+        is_done: whether all ranks have answered, one has failed or the call's time is up, so that ``wait`` returns or
+            raises soon.
         finish: makes the output of the call from those of the ranks.
     """
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import random
 import string
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from textwrap import shorten
 from types import TracebackType
@@ -186,7 +188,8 @@ class RayWorkerGroup(DirectCalls):
             self._actors[rank].call.remote(method, kept, *args, **kwargs): rank
             for rank, (args, kwargs), kept in zip(ranks, per_rank, keep, strict=True)
         }
-        return PendingCall(partial(self._wait, method, refs, timeout_s), _Progress(list(refs)).is_over)
+        limit = _TimeLimit.from_now(timeout_s)
+        return PendingCall(partial(self._wait, method, refs, limit), _Progress(list(refs), limit).is_over)
 
     def shutdown(self) -> None:
         """Kills every process, waits until Ray reports that they are gone, and releases the resources.
@@ -228,7 +231,7 @@ class RayWorkerGroup(DirectCalls):
         self, ray_cls_with_init: RayClassWithInitArgs, timeout_s: float, joins: RayWorkerGroup | None
     ) -> None:
         refs = {actor.address.remote(): rank for rank, actor in enumerate(self._actors)}
-        self._addresses = list(self._wait("start of the process", refs, timeout_s))
+        self._addresses = list(self._wait("start of the process", refs, _TimeLimit.from_now(timeout_s)))
         first: ProcessAddress = self._addresses[0]  # type: ignore[assignment]
         own_addr = LOOPBACK if is_one_node() else first.node_ip
         self.master_address = own_addr if joins is None else joins.master_address
@@ -238,14 +241,13 @@ class RayWorkerGroup(DirectCalls):
         init = ray_cls_with_init
         blob = ray.put(ray.cloudpickle.dumps((init.cls, init.args, init.kwargs)))
         refs = {actor.start.remote(env, blob): rank for rank, actor in enumerate(self._actors)}
-        self._wait("__init__", refs, timeout_s)
+        self._wait("__init__", refs, _TimeLimit.from_now(timeout_s))
         logger.info(
             "%s: %d workers, rendezvous %s:%s", self.name, self.world_size, self.master_address, self.master_port
         )
 
-    def _wait(self, method: str, refs: dict[ray.ObjectRef, int], timeout_s: float | None) -> list[Any]:
-        """Outputs in rank order. Consumes answers; unblocked by the last one, or soon after the first failure."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    def _wait(self, method: str, refs: dict[ray.ObjectRef, int], limit: _TimeLimit) -> list[Any]:
+        """Outputs in rank order. Consumes answers; unblocked by the last one, soon after a failure, or by the limit."""
         outputs: dict[int, Any] = {}
         pending = list(refs)
         others: _Probes = {}
@@ -255,8 +257,7 @@ class RayWorkerGroup(DirectCalls):
             if self.while_waiting is not None:
                 self.while_waiting()
                 interval_s = _SHORT_INTERVAL_S
-            remaining = interval_s if deadline is None else min(interval_s, deadline - time.monotonic())
-            ready, pending = ray.wait(pending, num_returns=len(pending), timeout=max(0.0, remaining))
+            ready, pending = ray.wait(pending, num_returns=len(pending), timeout=min(interval_s, limit.remaining_s()))
             for ref in ready:
                 outputs[refs[ref]] = self._output(method, ref, refs[ref])
             if not others and time.monotonic() > checks_others_at:
@@ -264,10 +265,10 @@ class RayWorkerGroup(DirectCalls):
                 checks_others_at = time.monotonic() + _DEATH_GRACE_S
             if others and (death := _first_death(others, method, 0.0)) is not None:
                 raise self._failed(death)
-            if pending and deadline is not None and time.monotonic() >= deadline:
+            if pending and not limit.remaining_s():
                 silent = [self._where(refs[ref]) for ref in pending]
                 raise self._failed(
-                    WorkerTimeoutError(f"{self.name}.{method}: no answer after {timeout_s} s from {silent}")
+                    WorkerTimeoutError(f"{self.name}.{method}: no answer after {limit.timeout_s} s from {silent}")
                 )
         return [outputs[rank] for rank in sorted(outputs)]
 
@@ -332,18 +333,33 @@ def _first_death(probes: _Probes, method: str, timeout_s: float) -> WorkerDiedEr
     return None
 
 
-class _Progress:
-    """Tells whether a call is over: all ranks have answered, or one has failed and the others may wait for it."""
+@dataclass(frozen=True)
+class _TimeLimit:
+    """When a call must have its answers; ``timeout_s`` None means for ever."""
 
-    def __init__(self, refs: list[ray.ObjectRef]) -> None:
-        self._open = refs
+    timeout_s: float | None
+    start_s: float
+
+    @classmethod
+    def from_now(cls, timeout_s: float | None) -> _TimeLimit:
+        return cls(timeout_s, time.monotonic())
+
+    def remaining_s(self) -> float:
+        return math.inf if self.timeout_s is None else max(0.0, self.start_s + self.timeout_s - time.monotonic())
+
+
+class _Progress:
+    """Tells whether waiting for a call soon returns: all ranks have answered, one has failed, or its time is up."""
+
+    def __init__(self, refs: list[ray.ObjectRef], limit: _TimeLimit) -> None:
+        self._open, self._limit = refs, limit
         self._has_failed = False
 
     def is_over(self) -> bool:
         if self._open and not self._has_failed:
             ready, self._open = ray.wait(self._open, num_returns=len(self._open), timeout=0)
             self._has_failed = any(_has_failed(ref) for ref in ready)
-        return self._has_failed or not self._open
+        return self._has_failed or not self._open or not self._limit.remaining_s()
 
 
 def _has_failed(ref: ray.ObjectRef) -> bool:
