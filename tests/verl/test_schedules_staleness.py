@@ -42,6 +42,25 @@ def test_whatever_finishes_when_every_prompt_is_trained_on_once_and_in_time(
     assert sorted([*trained, *finished, *running]) == list(range(ledger.next_prompt))
 
 
+class CountedNumber(int):
+    """A prompt's number that counts how often it is looked up or put in a set."""
+
+    hashes = 0
+
+    def __hash__(self) -> int:
+        CountedNumber.hashes += 1
+        return int.__hash__(self)
+
+
+def test_a_choice_takes_time_in_proportion_to_the_prompts_in_flight() -> None:
+    ledger = StalenessLedger(200, 1, 1.0)
+    ledger.start(400)
+    finished = [CountedNumber(number) for number in range(200)]
+    CountedNumber.hashes = 0
+    assert ledger.choice(finished) == list(range(200))
+    assert CountedNumber.hashes < 5 * 400
+
+
 def test_without_a_threshold_every_step_trains_on_what_it_started() -> None:
     ledger = StalenessLedger(3, 1, 0.0)
     assert ledger.start(ledger.num_allowed) == [0, 1, 2] and ledger.num_allowed == 0

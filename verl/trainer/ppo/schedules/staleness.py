@@ -85,8 +85,11 @@ class StalenessLedger:
         chosen = ordered[: self.prompts_per_step]
         if len(chosen) < self.prompts_per_step:
             return None
-        rest = [since for number, since in self.in_flight.items() if number not in set(chosen)]
-        return sorted(chosen) if self.surplus or self._are_in_time(rest, version, left - 1) else None
+        if self.surplus:
+            return sorted(chosen)
+        taken = set(chosen)
+        rest = [since for number, since in self.in_flight.items() if number not in taken]
+        return sorted(chosen) if self._are_in_time(rest, version, left - 1) else None
 
     def _are_in_time(self, started: list[int], version: int, steps_left: int) -> bool:
         """Whether prompts started at these versions can all be trained on in time from here on."""
