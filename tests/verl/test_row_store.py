@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import socket
+import threading
 import time
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -193,7 +197,7 @@ def rows(asked: RowsRequest) -> np.ndarray:
 
 
 def test_a_server_answers_only_who_knows_its_token_and_survives_noise() -> None:
-    server = RowServer("127.0.0.1", rows)
+    server = RowServer("127.0.0.1", rows, timeout_s=5)
     asked = [RowsRequest(1, "x", (3, 1)), RowsRequest(1, "x", ())]
     try:
         host, port = server.address.host, server.address.port
@@ -210,6 +214,43 @@ def test_a_server_answers_only_who_knows_its_token_and_survives_noise() -> None:
         server.close()
     with pytest.raises(RowsUnavailableError, match="rank 7 .*Connection refused"):
         fetch_rows({7: (server.address, asked)}, timeout_s=5)
+
+
+def test_a_server_outlives_a_shortage_of_files_and_threads_and_a_silent_client(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = RowServer("127.0.0.1", rows, timeout_s=0.2)
+    asked = {7: (server.address, [RowsRequest(1, "x", (3,))])}
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        with socket.socket() as waiting:
+            highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, limit[1]))
+            files = []
+            with pytest.raises(OSError, match="Too many open files"):
+                while True:
+                    files.append(open(os.devnull))
+            waiting.connect((server.address.host, server.address.port))  # the server cannot take it
+            time.sleep(0.3)
+            for file in files:
+                file.close()
+            resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+            assert [one.tolist() for one in fetch_rows(asked, timeout_s=5)[7]] == [[3]]
+            assert "could not take a client, and goes on" in caplog.text
+            waiting.settimeout(5)
+            assert waiting.recv(1) == b""  # a client that sends nothing is given up
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", no_thread)
+            with socket.create_connection((server.address.host, server.address.port), timeout=5) as refused:
+                assert refused.recv(1) == b""
+        assert [one.tolist() for one in fetch_rows(asked, timeout_s=5)[7]] == [[3]]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+        server.close()
+
+
+def no_thread(*_: object, **__: object) -> NoReturn:
+    raise RuntimeError("can't start new thread")
 
 
 def test_an_owner_that_says_nothing_is_given_up() -> None:

@@ -16,6 +16,7 @@ import logging
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 _MAX_FRAME_BYTES = 64 << 20
 _MAX_CONNECTIONS = 128  # of one fetch at a time; more owners take turns
 _BACKLOG = 4096
+_RETRY_S = 0.1  # without file descriptors or threads, which other answers give back when they end
+_WARNING_INTERVAL_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -61,36 +64,50 @@ class RowsRequest:
 
 
 class RowServer:
-    """Listens on a free port of ``host`` until ``close``.
+    """Listens on a free port of ``host`` until ``close``. No client and no shortage ends it.
 
     Args:
         rows_of: called in threads of the server; the message of its ValueError is sent to the client.
+        timeout_s: a client that neither sends nor takes anything for so long is given up.
     """
 
-    def __init__(self, host: str, rows_of: Callable[[RowsRequest], np.ndarray]) -> None:
-        self._rows_of = rows_of
+    def __init__(self, host: str, rows_of: Callable[[RowsRequest], np.ndarray], timeout_s: float) -> None:
+        self._rows_of, self._timeout_s = rows_of, timeout_s
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
         self.address = Address(host, self._listener.getsockname()[1], secrets.token_hex(16))
+        self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._accept, name="row-server", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Refuses clients from now on; those that have connected are still answered."""
+        self._is_closing.set()
         self._listener.shutdown(socket.SHUT_RDWR)  # ends the thread's accept, which a close alone does not
         self._thread.join()
         self._listener.close()
 
     def _accept(self) -> None:
-        while True:
+        """Answers clients in threads of their own until ``close``; a connection that fails is one client's affair."""
+        warned_at = -_WARNING_INTERVAL_S
+        while not self._is_closing.is_set():
+            connection = None
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return  # closed
-            threading.Thread(target=self._answer, args=(connection,), name="row-answer", daemon=True).start()
+                threading.Thread(target=self._answer, args=(connection,), name="row-answer", daemon=True).start()
+            except (OSError, RuntimeError) as error:  # a reset peer, no descriptor; no thread
+                if connection is not None:
+                    connection.close()
+                if self._is_closing.is_set():
+                    return
+                if time.monotonic() - warned_at >= _WARNING_INTERVAL_S:
+                    logger.warning("the row server %s could not take a client, and goes on: %r", self.address, error)
+                    warned_at = time.monotonic()
+                self._is_closing.wait(_RETRY_S)
 
     def _answer(self, connection: socket.socket) -> None:
         with connection:
+            connection.settimeout(self._timeout_s)
             try:
                 request = json.loads(_receive_frame(connection))
                 if not hmac.compare_digest(str(request["token"]), self.address.token):
@@ -107,7 +124,7 @@ class RowServer:
             try:
                 connection.sendall(_frame(header))
                 for array in arrays:
-                    connection.sendall(_as_bytes(array))
+                    _send_all(connection, _as_bytes(array))
             except OSError as error:
                 logger.warning("a client of the row server did not wait for its rows: %s", error)
 
@@ -149,6 +166,12 @@ def _fetch_from(rank: int, address: Address, requests: Sequence[RowsRequest], ti
         raise RowsUnavailableError(f"rows of rank {rank} ({address}): {problem}") from error
     except (OSError, EOFError, ValueError) as error:
         raise RowsUnavailableError(f"rows of rank {rank} ({address}): {error or repr(error)}") from error
+
+
+def _send_all(connection: socket.socket, buffer: memoryview) -> None:
+    """Send ``buffer``; the socket's time limit holds for each part, while that of ``sendall`` is for the whole."""
+    while buffer:
+        buffer = buffer[connection.send(buffer) :]
 
 
 def _frame(content: dict[str, Any]) -> bytes:

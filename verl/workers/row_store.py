@@ -72,7 +72,7 @@ class RowStore:
 
     def open_server(self, group: dist.ProcessGroup) -> None:
         """Start this rank's server and exchange addresses."""
-        self._server = RowServer(_own_host(), self._rows_of)
+        self._server = RowServer(_own_host(), self._rows_of, self._timeout_s)
         self._addresses = [self._server.address] * group.size()
         dist.all_gather_object(self._addresses, self._server.address, group=group)
         neighbour = (self._rank + 1) % group.size()
