@@ -226,14 +226,14 @@ def test_a_server_outlives_a_shortage_of_files_and_threads_and_a_silent_client(
         with socket.socket() as waiting:
             highest = max(int(name) for name in os.listdir("/proc/self/fd"))
             resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, limit[1]))
-            files = []
+            files: list[int] = []
             with pytest.raises(OSError, match="Too many open files"):
                 while True:
-                    files.append(open(os.devnull))
+                    files.append(os.open(os.devnull, os.O_RDONLY))
             waiting.connect((server.address.host, server.address.port))  # the server cannot take it
             time.sleep(0.3)
             for file in files:
-                file.close()
+                os.close(file)
             resource.setrlimit(resource.RLIMIT_NOFILE, limit)
             assert [one.tolist() for one in fetch_rows(asked, timeout_s=5)[7]] == [[3]]
             assert "could not take a client, and goes on" in caplog.text

@@ -238,8 +238,8 @@ def _rows_before_padding(args: tuple, kwargs: dict[str, Any]) -> int | None:
 def get_together(*calls: PendingCall) -> list[Any]:
     """Returns the outputs of calls of several groups that meet in collectives, where one failure blocks the others.
 
-    Consumes answers; unblocked by the last one, or soon after the first failure or the end of a call's time. If a rank
-    of any group died, its group's or another one's call raises its death and not the errors of ranks that waited for it.
+    Consumes answers; unblocked by the last one, or soon after the first failure or when a call's time is up. If a rank
+    of any group died, its group's or another one's call raises its death, not the errors of ranks that waited for it.
     """
     outputs: dict[int, Any] = {}
     while len(outputs) < len(calls):
