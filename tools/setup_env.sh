@@ -4,19 +4,25 @@ set -euo pipefail
 
 usage() {
     cat <<'TEXT'
-usage: tools/setup_env.sh [base|dev|simulator|command]
+usage: tools/setup_env.sh [base|dev|simulator|command|python]
 
   base       what a run needs (default); torch_npu is added on a machine that has NPUs, and on one with an NVIDIA driver
              torch is its build for CUDA (requirements/cuda.txt)
   dev        base, and what the tests and checks need
   simulator  a second environment over the dev one, with torch_npu, for tests/npu on a machine without NPUs
   command    no packages: only the command `vllm` of an environment that is there (base and dev make it too)
+  python     nothing: prints the interpreter that it would take
 
 Environment: STACK         which versions: cann92 (default; requirements/, torch 2.13) or cann82 (requirements/cann82/, torch
                            2.5.1 for CANN 8.2.RC1, base and dev only); an environment keeps the stack that it was made with
              VENV_DIR      where to make it (default: .venv in the repository)
              NPU_VENV_DIR  where to make the simulator's (default: .venv-npu in the repository)
-             PYTHON        the interpreter to make it with (default: the first python3 that is 3.11 or newer)
+             PYTHON        the interpreter to make it with (default: the first python3 that is 3.11 to 3.14)
+             TORCH_CPU_INDEX  where to look for torch's CPU build when pip finds none (default: PyTorch's own index,
+                           https://download.pytorch.org/whl/cpu; no: nowhere)
+
+Without an NVIDIA GPU torch is its CPU build, from where pip looks or from TORCH_CPU_INDEX, which has 5 s to answer; else it
+is the build for CUDA, which PyPI has.
 
 Afterwards run things with "$VENV_DIR/bin/python", or `source "$VENV_DIR/bin/activate"`.
 TEXT
@@ -26,6 +32,7 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV_DIR="${VENV_DIR:-$ROOT/.venv}"
 LAYER="${1:-base}"
 STACK="${STACK:-cann92}"
+TORCH_CPU_INDEX="${TORCH_CPU_INDEX:-https://download.pytorch.org/whl/cpu}"
 
 say() { echo "[setup] $*" >&2; }
 die() {
@@ -35,20 +42,20 @@ die() {
 
 case "$LAYER" in
     -h | --help) usage && exit 0 ;;
-    base | dev | simulator | command) ;;
-    *) usage >&2 && die "unknown layer '$LAYER': expected base, dev, simulator or command" ;;
+    base | dev | simulator | command | python) ;;
+    *) usage >&2 && die "unknown layer '$LAYER': expected base, dev, simulator, command or python" ;;
 esac
 
-# The wheels of torch-npu 2.5.1.post1 end at Python 3.11.
+# The wheels of torch-npu 2.5.1.post1 end at Python 3.11, those of torch 2.13 at 3.14.
 case "$STACK" in
-    cann92) REQUIREMENTS="$ROOT/requirements" PYTHON_RANGE="3.11 or newer" IS_WANTED='sys.version_info >= (3, 11)' ;;
+    cann92) REQUIREMENTS="$ROOT/requirements" PYTHON_RANGE="3.11 to 3.14" IS_WANTED='(3, 11) <= sys.version_info[:2] <= (3, 14)' ;;
     cann82) REQUIREMENTS="$ROOT/requirements/cann82" PYTHON_RANGE="3.11" IS_WANTED='sys.version_info[:2] == (3, 11)' ;;
     *) die "unknown STACK=$STACK: expected cann92 or cann82" ;;
 esac
 
 find_python() {
     local candidate
-    for candidate in "${PYTHON:-}" python3 python3.11 python3.12 python3.13; do
+    for candidate in "${PYTHON:-}" python3 python3.11 python3.12 python3.13 python3.14; do
         [ -n "$candidate" ] || continue
         if "$candidate" -c "import sys; sys.exit(not ($IS_WANTED))" 2>/dev/null; then
             echo "$candidate"
@@ -74,6 +81,16 @@ check_venv_dir() { # NAME FOLDER
     fi
     mkdir -p "$2" 2>/dev/null && [ -w "$2" ] || die "cannot write to $2: set $1 to a folder that you can write to"
 }
+
+# torch/version.py says which build it is, and reading it does not import torch.
+cuda_of_torch() {
+    "$VENV_DIR/bin/python" -c 'import importlib.util as u, os, runpy
+print(runpy.run_path(os.path.join(u.find_spec("torch").submodule_search_locations[0], "version.py"))["cuda"] or "")'
+}
+
+WANTS_CPU_BUILD="torch_npu needs torch's CPU build and ends a process that has the one for CUDA, which is what \
+VENV_DIR=$VENV_DIR has or pip finds. The remedy: put PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu before the command, \
+or a folder with the wheel in PIP_FIND_LINKS, and delete that environment"
 
 torch_npu_pin() { sed -n 's/^torch-npu==//p' "$REQUIREMENTS/npu.txt"; }
 
@@ -134,6 +151,57 @@ make_venv() {
     fi
 }
 
+# Prints version and build (cpu, cuda) of the torch that pip would take.
+find_torch() { # REQUIREMENT
+    "$VENV_DIR/bin/python" -m pip install --no-input --disable-pip-version-check --progress-bar off --quiet --dry-run --ignore-installed \
+        --no-deps --report - "$1" 2>"$VENV_DIR/install.log" | "$VENV_DIR/bin/python" -c '
+import json, sys
+found = json.load(sys.stdin)["install"][0]["metadata"]
+of_cuda = any(need.startswith(("nvidia", "cuda")) for need in found.get("requires_dist", []))
+print(found["version"], "cuda" if of_cuda else "cpu")' 2>/dev/null
+}
+
+has_torch() { # an environment keeps the build that it has
+    [[ "$("$VENV_DIR/bin/python" -c 'from importlib.metadata import version; print(version("torch"))' 2>/dev/null)+" = "$RELEASE+"* ]]
+}
+
+# One look of 5 s: behind a wall, pip would try for minutes.
+cpu_index_has() { # VERSION
+    [ "$TORCH_CPU_INDEX" != no ] && timeout 5 "$VENV_DIR/bin/python" -m pip index versions --disable-pip-version-check \
+        --retries 0 --index-url "$TORCH_CPU_INDEX" torch 2>/dev/null | grep -qF "$1"
+}
+
+# Sets TORCH to the requirement of the build that this machine wants; from TORCH_CPU_INDEX torch alone is installed here.
+choose_torch() {
+    local version build
+    TORCH="${RELEASE:+torch==$RELEASE}"
+    [ "$WITH_GPU" = no ] && [ -n "$RELEASE" ] && ! has_torch || return 0
+    read -r version build < <(find_torch "$TORCH") || fail_of_pip
+    if [ "$build" = cuda ] && [ "$version" != "$RELEASE" ]; then # an index of the user's has several builds, or this one
+        read -r version build < <(find_torch "$TORCH+cpu") || true
+    fi
+    if [ "$build" = cpu ]; then
+        TORCH="torch==$version"
+    elif [ "$version" = "$RELEASE" ] && cpu_index_has "$RELEASE+cpu" && install_cpu_torch "$RELEASE+cpu"; then
+        TORCH="$TORCH+cpu"
+    elif [ "$WITH_NPU" = yes ]; then
+        die "$WANTS_CPU_BUILD"
+    else
+        say "torch will be its build for CUDA, because pip finds no CPU build and TORCH_CPU_INDEX=$TORCH_CPU_INDEX has none that can be had: 5.5 GB instead of 1.8, and the device tests are skipped"
+    fi
+}
+
+install_cpu_torch() { # VERSION
+    say "installing torch $1 from $TORCH_CPU_INDEX"
+    "$VENV_DIR/bin/python" -m pip install --no-input --disable-pip-version-check --progress-bar off --no-deps \
+        --index-url "$TORCH_CPU_INDEX" "torch==$1" >"$VENV_DIR/install.log" 2>&1
+}
+
+fail_of_pip() {
+    tail -n 25 "$VENV_DIR/install.log" >&2
+    die "pip could not install the packages (the lines above are the end of $VENV_DIR/install.log): check the network and the disk, then run this again"
+}
+
 install_packages() {
     local files=(-r "$REQUIREMENTS/base.txt")
     [ "$LAYER" = base ] || files+=(-r "$ROOT/requirements/$LAYER.txt")
@@ -141,17 +209,16 @@ install_packages() {
     [ "$WITH_NPU" = no ] || files+=(-r "$REQUIREMENTS/npu.txt") added=" and torch_npu"
     [ "$WITH_GPU" = no ] || files+=(-r "$REQUIREMENTS/cuda.txt") added=" with CUDA"
     say "installing the $LAYER layer of $STACK$added (a few minutes the first time; log: $VENV_DIR/install.log)"
+    choose_torch
     # The pinned torch rides in the same command as everything else, so no other build can be drawn in by a dependency.
-    if ! "$VENV_DIR/bin/python" -m pip install --no-input --disable-pip-version-check --progress-bar off \
-        -c "$REQUIREMENTS/constraints.txt" "${files[@]}" >"$VENV_DIR/install.log" 2>&1; then
-        tail -n 25 "$VENV_DIR/install.log" >&2
-        die "pip could not install the packages (the lines above are the end of $VENV_DIR/install.log): check the network and the disk, then run this again"
-    fi
+    "$VENV_DIR/bin/python" -m pip install --no-input --disable-pip-version-check --progress-bar off \
+        -c "$REQUIREMENTS/constraints.txt" "${files[@]}" $TORCH >"$VENV_DIR/install.log" 2>&1 || fail_of_pip
 }
 
 # Not every index has the same build under a version.
-check_cuda() {
-    [ "$WITH_GPU" = no ] || "$VENV_DIR/bin/python" -c 'import torch; raise SystemExit(torch.version.cuda is None)' ||
+check_build() {
+    [ "$WITH_NPU" = no ] || [ -z "$RELEASE" ] || [ -z "$(cuda_of_torch)" ] || die "$WANTS_CPU_BUILD"
+    [ "$WITH_GPU" = no ] || [ -n "$(cuda_of_torch)" ] ||
         die "this machine has an NVIDIA driver, and the torch that pip installed is built without CUDA: put PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu130 before the command"
 }
 
@@ -168,6 +235,10 @@ make_command() {
     fi
 }
 
+if [ "$LAYER" = python ]; then
+    find_python
+    exit 0
+fi
 if [ "$LAYER" = command ]; then
     [ -x "$VENV_DIR/bin/python" ] || die "no environment in VENV_DIR=$VENV_DIR: run tools/setup_env.sh first"
     make_command
@@ -179,6 +250,7 @@ if [ "$LAYER" = simulator ]; then
     [ "$STACK" = cann92 ] || die "the simulated devices are for STACK=cann92: torch-npu 2.5.1.post1 does not run on them"
     NPU_VENV_DIR="${NPU_VENV_DIR:-$ROOT/.venv-npu}"
     [ -x "$VENV_DIR/bin/python" ] || die "no environment in VENV_DIR=$VENV_DIR to put it over: run tools/setup_env.sh dev first"
+    [ -z "$(cuda_of_torch)" ] || die "$WANTS_CPU_BUILD"
     if ! simulator_is_current; then
         check_venv_dir NPU_VENV_DIR "$NPU_VENV_DIR"
         if command -v flock >/dev/null 2>&1; then
@@ -200,6 +272,7 @@ if has_gpu && [ "$WITH_NPU" = no ]; then
     if [ "$STACK" = cann92 ]; then WITH_GPU=yes; else say "the NVIDIA driver of this machine is not used: STACK=$STACK is for NPUs"; fi
 fi
 WANTED="$(fingerprint)"
+RELEASE="$(sed -n 's/^torch==//p' "$REQUIREMENTS/base.txt")"
 
 if is_current; then
     make_command
@@ -223,7 +296,7 @@ make_venv
 rm -f "$VENV_DIR"/.stamp-*
 echo "$STACK" >"$VENV_DIR/.stack"
 install_packages
-check_cuda
+check_build
 make_command
 for layer in base "$LAYER"; do
     echo "$WANTED" >"$VENV_DIR/.stamp-$layer.tmp"

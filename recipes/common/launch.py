@@ -14,6 +14,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; exit status 0 done, 1 failed, 2 a setting that must be mended, 128 + n stopped by a signal."""
     # A shell starts what it does not wait for with SIGINT ignored. Loading the rest takes seconds: listen before that.
     signal.signal(signal.SIGINT, _interrupt)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or {"-h", "--help"} & set(arguments):
+        return _print_help(arguments)
     try:
         try:
             from recipes.common.launcher.command import launch
@@ -21,10 +24,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             need = "it needs what requirements/ lists; bash tools/setup_env.sh makes such an environment (VENV_DIR)"
             print(f"error: {sys.executable} has no module {error.name}: {need}\nNothing was started.", flush=True)
             return BAD_INPUT
-        return launch(list(sys.argv[1:] if argv is None else argv))
+        return launch(arguments)
     except KeyboardInterrupt:
         print("error: stopped by SIGINT\nNothing was started.", flush=True)
         return 128 + signal.SIGINT
+
+
+def _print_help(arguments: list[str]) -> int:
+    """Print the help that ``arguments`` ask for; it comes before set-up, so nothing of an environment is loaded."""
+    from recipes.common.launcher.help import help_text
+
+    try:
+        print(help_text(arguments or ["--help"]), flush=True)
+    except ValueError as error:
+        print(f"error: {error}", flush=True)
+        return BAD_INPUT
+    return 0 if arguments else BAD_INPUT
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -13,6 +13,15 @@ export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 
 say() { echo "[$RECIPE] $*" >&2; }
 
+# --help needs no packages, so it comes before set-up.
+case " $* " in
+    *" -h "* | *" --help "*)
+        python="$VENV_DIR/bin/python"
+        [ -x "$python" ] || python="$(bash tools/setup_env.sh python)"
+        exec "$python" -m recipes.common.launch "$RECIPE" "$@"
+        ;;
+esac
+
 if [ "${SETUP:-yes}" = no ]; then
     if [ ! -x "$VENV_DIR/bin/python" ]; then
         say "error: SETUP=no, but VENV_DIR=$VENV_DIR has no bin/python: name an environment that has what requirements/ lists, or unset SETUP"

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from recipes.common import arithmetic
 from recipes.common.corpus import CorpusStyle
-from recipes.common.launcher.job import Job
 from recipes.common.recipe import Recipe
 from recipes.r1_dynamic_sampling.arithmetic import EVAL_SETS, INSTRUCTION
 from recipes.r1_dynamic_sampling.prompt_data import HELD_OUT_SET, set_pairs
 
 if TYPE_CHECKING:
+    from recipes.common.launcher.job import Job
     from recipes.common.launcher.settings import Settings
 
 

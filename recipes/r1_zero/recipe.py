@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from recipes.common.corpus import CorpusStyle
-from recipes.common.launcher.job import Job
 from recipes.common.recipe import Recipe
 from recipes.r1_zero.deepscaler import TAGS
 from recipes.r1_zero.json_to_parquet import SYSTEM_TEMPLATE, read_rows
+
+if TYPE_CHECKING:
+    from recipes.common.launcher.job import Job
 
 
 def solution_of(row: dict[str, Any]) -> str:

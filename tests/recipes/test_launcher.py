@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -419,6 +420,23 @@ def test_scripts_parse_and_help_needs_nothing() -> None:
     assert launch.main(["--help"]) == 0
     assert launch.main([]) == launch.BAD_INPUT
     assert launch.main(["r1_one"]) == launch.BAD_INPUT
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_help_comes_before_set_up_and_needs_no_package(tmp_path: Path, name: str) -> None:
+    python = tmp_path / "python3"
+    python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -S "$@"\n', encoding="utf-8")
+    python.chmod(0o755)
+    recipe = load_recipe(name)
+    done = subprocess.run(
+        [*recipe.start_command.split(), "key=value", "--help"],
+        env={"PATH": os.environ["PATH"], "PYTHON": str(python), "VENV_DIR": str(tmp_path / "venv"), "COLUMNS": "400"},
+        capture_output=True, text=True, cwd=ROOT, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"usage: {recipe.start_command} [--help]")
+    assert all(f"\n{variable} " in done.stdout for variable in variables(recipe))
+    assert not (tmp_path / "venv").exists()
 
 
 @pytest.mark.parametrize("name", recipe_names())

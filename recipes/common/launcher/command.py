@@ -12,7 +12,6 @@ from pathlib import Path
 from types import FrameType
 
 from rich.console import Console
-from rich.table import Table
 
 from recipes.common.exit_status import BAD_INPUT
 from recipes.common.launcher import checks, hostfile, network
@@ -32,9 +31,8 @@ from recipes.common.launcher.settings import (
     find_accelerator,
     find_role,
     read_settings,
-    variables,
 )
-from recipes.common.recipe import Recipe, load_recipe, recipe_names
+from recipes.common.recipe import Recipe, load_recipe
 from verl.trainer.config import ConfigError
 from verl.utils.net_utils import LOOPBACK
 
@@ -45,14 +43,8 @@ OPEN_FILES = 32768  # Ray needs many
 def launch(arguments: list[str]) -> int:
     """Run or explain the recipe that ``arguments`` begin with; returns the exit status."""
     console = Console(soft_wrap=True, highlight=False, markup=False)
-    if not arguments or arguments[0] in ("-h", "--help"):
-        console.print(f"usage: python -m recipes.common.launch {'|'.join(recipe_names())} [argument ...]")
-        return 0 if arguments else BAD_INPUT
     try:
         recipe = load_recipe(arguments.pop(0))
-        if {"-h", "--help"} & set(arguments):
-            print_help(recipe)
-            return 0
     except ValueError as error:
         console.print(f"error: {error}", style="red")
         return BAD_INPUT
@@ -140,32 +132,6 @@ def _read_job(recipe: Recipe, overrides: Sequence[str], with_weights: bool) -> t
 
 def _listed(problems: Sequence[str]) -> str:
     return "\n".join(f"- {problem}" for problem in problems)
-
-
-def print_help(recipe: Recipe) -> None:
-    """The options, and the table of environment variables."""
-    console = Console(markup=False)
-    console.print(f"usage: {recipe.start_command} [--help] [--print-plan] [--no-plan] [key=value ...]\n")
-    console.print(
-        f"Runs {recipe.title} end to end: Ray, data, base model, conversions, GRPO, report. Finished stages are kept, "
-        "and training continues from its last checkpoint. Every key=value is a Hydra override with verl's names, for "
-        "example actor_rollout_ref.rollout.n=16.\n"
-    )
-    table = Table("variable", "default", "meaning", box=None, pad_edge=False)
-    for name, (default, meaning) in variables(recipe).items():
-        table.add_row(name, default, meaning)
-    console.print(table)
-    console.print(
-        "\n--print-plan prints every command, variable and the resolved config of all nodes; nothing starts\n"
-        "--no-plan starts at once; without it the head first plans the run (memory, calls, time) and refuses what "
-        "cannot fit"
-    )
-    if recipe.cpu_config is not None:
-        console.print(
-            "\nWith MODEL_PATH the planner chooses layout, micro-batches, what moves to host memory and the rollout's "
-            "share of the devices; --print-plan says why, OUTPUT_DIR/layout.json keeps the choice, every key=value "
-            "goes before it. With --no-plan a kept choice is used, else the config's own layout."
-        )
 
 
 def _role_for_plan(job: Job) -> NodeRole:

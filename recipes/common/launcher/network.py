@@ -5,11 +5,11 @@ from __future__ import annotations
 import socket
 from contextlib import suppress
 
-import psutil
-
 
 def own_addresses() -> dict[str, str]:
     """IPv4 address -> interface name, of every interface that is up."""
+    import psutil  # --help, which comes before set-up, loads this module
+
     stats = psutil.net_if_stats()
     return {
         entry.address: name
@@ -56,6 +56,8 @@ def port_problem(name: str, port: int) -> str | None:
             return None
         except OSError as error:
             reason = error.strerror
+    import psutil
+
     holder = ""
     with suppress(psutil.AccessDenied, psutil.NoSuchProcess):
         for connection in psutil.net_connections("tcp"):
