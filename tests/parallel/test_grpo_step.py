@@ -25,6 +25,7 @@ from tests.mindspeed_llm.tiny import (
 from tests.parallel.launcher import run_ranks
 from verl.protocol import DataProto
 from verl.trainer.config import load_config, validate_config
+from verl.trainer.config.override_text import override
 from verl.workers.megatron_workers import ActorRolloutRefWorker
 from verl.workers.row_server import RowsUnavailableError
 from verl.workers.row_store import worker_batch
@@ -95,8 +96,8 @@ def config_overrides(model_dir: str, world_size: int) -> list[str]:
     return [
         "trainer.device=cpu",
         f"trainer.n_gpus_per_node={world_size}",
-        f"trainer.report_dir={model_dir}/run",
-        f"actor_rollout_ref.model.path={model_dir}",
+        override("trainer.report_dir", f"{model_dir}/run"),
+        override("actor_rollout_ref.model.path", model_dir),
         f"data.max_prompt_length={PROMPT_LENGTH}",
         "data.max_response_length=8",
         f"data.train_batch_size={NUM_PROMPTS}",

@@ -24,6 +24,7 @@ from recipes.common.launcher.processes import OwnProcesses
 from recipes.common.launcher.settings import NodeRole, Settings, find_role, read_settings, variables
 from recipes.common.launcher.stages import driver_stage, stages
 from recipes.common.recipe import ROOT, load_recipe, recipe_names
+from verl.trainer.config.override_text import override
 from verl.utils.net_utils import free_ports
 from verl.utils.trackers import TRACKERS
 
@@ -141,8 +142,8 @@ def test_a_users_own_files_are_checked_with_everything_else(
     (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "mamba", "num_hidden_layers": 32}))
     (tmp_path / "reward.py").write_text("def score(data_source, solution_str): return 1.0")
     environment = {"MODEL_PATH": tmp_path / "model", "JSON_PATH": tmp_path / "no.json", "OUTPUT_DIR": tmp_path / "out"}
-    reward = f"custom_reward_function.path={tmp_path / 'reward.py'}"
-    resume = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/run/global_step_7")
+    reward = override("custom_reward_function.path", tmp_path / "reward.py")
+    resume = ("trainer.resume_mode=resume_path", override("trainer.resume_from_path", tmp_path / "run/global_step_7"))
     given = {name: str(path) for name, path in environment.items()} | {"RAY_PORT": str(free_ports(1)[0])}
     monkeypatch.setitem(TRACKERS, "clearml", replace(TRACKERS["clearml"], package="no_such_package"))
     assert launch_with(monkeypatch, given, reward, *resume, "trainer.logger=[console,clearml]") == launch.BAD_INPUT

@@ -15,6 +15,7 @@ from tests.ray_workers import lean_cluster
 from tests.system.jobs import SMALL, Prepared
 from tests.verl.bandit import run_trainer
 from verl.trainer.config import PPOTrainerConfig, load_config, validate_config
+from verl.trainer.config.override_text import override
 from verl.trainer.main_ppo import worker_classes
 from verl.utils.net_utils import free_ports
 
@@ -25,18 +26,18 @@ def in_process_config(prepared: Prepared, folder: Path, num_ranks: int, steps: i
     """Of recipes/r1_zero, with steps that take seconds, on a Ray that is there; everything is written to ``folder``."""
     recipe, data = load_recipe("r1_zero"), prepared.folder / "data"
     given = (
-        f"data.train_files={data / 'train.parquet'}",
-        f"data.val_files={data / 'test.parquet'}",
+        override("data.train_files", data / "train.parquet"),
+        override("data.val_files", data / "test.parquet"),
         "data.seed=42",
-        f"actor_rollout_ref.model.path={prepared.model_path}",
+        override("actor_rollout_ref.model.path", prepared.model_path),
         "actor_rollout_ref.rollout.seed=42",
         "actor_rollout_ref.actor.megatron.use_dist_checkpointing=False",
-        f"custom_reward_function.path={recipe.reward_path}",
+        override("custom_reward_function.path", recipe.reward_path),
         f"trainer.n_gpus_per_node={num_ranks}",
         "trainer.device=cpu",
         f"trainer.total_training_steps={steps}",
-        f"trainer.default_local_dir={folder / 'checkpoints'}",
-        f"trainer.report_dir={folder}",
+        override("trainer.default_local_dir", folder / "checkpoints"),
+        override("trainer.report_dir", folder),
         FEW_CPUS,
     )
     config = load_config([*SMALL, *given, *more], config_name=recipe.tiny_config, config_dir=recipe.config_dir)

@@ -11,10 +11,12 @@ from tests.ray_workers import ray_with_forked_workers
 from tests.system.command import read_metrics
 from tests.system.in_process import fit, in_process_config
 from tests.system.jobs import prepare
+from verl.trainer.config.override_text import override
 
 # By upstream's signatures, with exactly the parameters that upstream's callers give.
 LIBRARY = """
 from verl.trainer.ppo.core_algos import agg_loss, register_adv_est, register_policy_loss
+from verl.trainer.config.override_text import override
 
 
 @register_adv_est("centred")
@@ -48,7 +50,7 @@ def test_every_pair_trains(tmp_path: Path) -> None:
                 f"{ACTOR}.policy_loss.loss_mode={loss}",
                 f"{ACTOR}.ppo_mini_batch_size=4",
                 "reward_model.num_workers=1",
-                f"actor_rollout_ref.model.external_lib={library}",
+                override("actor_rollout_ref.model.external_lib", library),
             ]
             fit(in_process_config(prepared, folder, 2, 2, *overrides))
             steps = [step for step in read_metrics(folder) if "actor/pg_loss" in step]

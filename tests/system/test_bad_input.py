@@ -24,6 +24,7 @@ from recipes.common.launcher import network
 from recipes.common.recipe import ROOT
 from tests.system.command import Command, clean_environment
 from tests.system.jobs import SMALL, Prepared
+from verl.trainer.config.override_text import override
 
 SCREEN_LINES = 25
 BAD_INPUT = 2
@@ -116,7 +117,7 @@ def test_wrong_parquet_schema(prepared: Prepared, tmp_path: Path) -> None:
     """Both files are looked at, and every missing column is named."""
     wrong = tmp_path / "wrong.parquet"
     pq.write_table(pa.table({"prompt": ["a text, not a chat"], "data_source": ["x"]}), wrong)
-    arguments = [*SMALL, f"data.train_files={wrong}", f"data.val_files={tmp_path / 'absent.parquet'}"]
+    arguments = [*SMALL, override("data.train_files", wrong), override("data.val_files", tmp_path / "absent.parquet")]
     message = refused(prepared.environment(tmp_path / "run"), arguments)
     for expected in (
         "data.train_files",
@@ -174,10 +175,10 @@ def test_everything_wrong_is_in_one_message(prepared: Prepared, tmp_path: Path) 
         "trainer.save_freq=abc",
         "trainer.n_gpus_per_node=3",
         "trainer.logger=absent",
-        f"custom_reward_function.path={tmp_path / 'reward.py'}",
+        override("custom_reward_function.path", tmp_path / "reward.py"),
         f"data.custom_cls={{path:{tmp_path / 'absent.py'},name:Mine}}",
         "trainer.resume_mode=resume_path",
-        f"trainer.resume_from_path={tmp_path / 'checkpoints' / 'global_step_7'}",
+        override("trainer.resume_from_path", tmp_path / "checkpoints" / "global_step_7"),
     ]
     environment = prepared.environment(tmp_path / "run") | wrong
     with Command(tmp_path / "output.log", environment, arguments) as command:

@@ -14,12 +14,14 @@ import pytest
 from recipes.common.tokenizer import CHATML, write_tokenizer
 from tests.pages import ROOT
 from tools.bench.models import qwen3_config, write_checkpoint
+from verl.trainer.config.override_text import override
 from verl.utils.net_utils import free_ports
 
 DATA = ROOT.parent / "shared" / "data"
 SMALL = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 256, "vocab_size": 16384}
 REWARD = """
 import zlib
+from verl.trainer.config.override_text import override
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return float(zlib.crc32(solution_str.encode()) % 2)  # random weights are never right: this gives gradients
@@ -59,7 +61,7 @@ def test_a_model_of_ones_own_trains_resumes_and_is_exported(tmp_path: Path, widt
         "actor_rollout_ref.actor.ppo_mini_batch_size=2",
         "data.max_response_length=64",
         "data.val_max_samples=4",
-        f"custom_reward_function.path={tmp_path}/reward.py",
+        override("custom_reward_function.path", tmp_path / "reward.py"),
     ]
     layout, chosen = tmp_path / "out" / "layout.json", []
     for num_steps in (2, 3):

@@ -21,6 +21,7 @@ import pytest
 from tests.pages import ROOT
 from tests.system.command import Command, clean_environment, read_metrics
 from tests.system.jobs import STEPS, Job, Prepared
+from verl.trainer.config.override_text import override
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -210,7 +211,11 @@ def test_runs_that_start_from_another(converted: Prepared, uninterrupted: Job, t
     text = (ROOT / "docs" / "debugging.md").read_text(encoding="utf-8")
     [records] = re.findall(rf"trainer.train_only={OUTPUT}/(\S+)", text)
     run = _finished(
-        converted, tmp_path / "again", STEPS, f"trainer.train_only={uninterrupted.output_dir / records}", "--no-plan"
+        converted,
+        tmp_path / "again",
+        STEPS,
+        override("trainer.train_only", uninterrupted.output_dir / records),
+        "--no-plan",
     )
     mine, expected = (read_metrics(folder)[-1] for folder in (run, uninterrupted.output_dir))
     assert mine["actor/grad_norm"] == expected["actor/grad_norm"]
@@ -219,7 +224,7 @@ def test_runs_that_start_from_another(converted: Prepared, uninterrupted: Job, t
     assert mode == "resume_path" and int(path.removeprefix("global_step_")) in _kept_by_the_default_run()
     copy = Path(shutil.copytree(uninterrupted.output_dir, tmp_path / "resumed", symlinks=True))
     start = copy / "checkpoints" / f"global_step_{STEPS - 1}"
-    arguments = (f"trainer.resume_mode={mode}", f"trainer.resume_from_path={start}")
+    arguments = (f"trainer.resume_mode={mode}", override("trainer.resume_from_path", start))
     _finished(uninterrupted.prepared, copy, STEPS, *arguments)
     assert read_metrics(copy)[-1]["actor/grad_norm"] == expected["actor/grad_norm"]
 

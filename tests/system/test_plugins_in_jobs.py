@@ -12,6 +12,7 @@ import pytest
 from tests.system.command import read_metrics
 from tests.system.in_process import fit, in_process_config
 from tests.system.jobs import Prepared
+from verl.trainer.config.override_text import override
 from verl.trainer.preflight import preflight_problems
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,7 +79,7 @@ def test_plug_ins_together(local_ray: None, converted: Prepared, tmp_path: Path)
         tmp_path,
         2,
         2,
-        f"actor_rollout_ref.model.external_lib={tmp_path / 'library.py'}",
+        override("actor_rollout_ref.model.external_lib", tmp_path / "library.py"),
         "algorithm.adv_estimator=centred",
         "actor_rollout_ref.actor.policy_loss.loss_mode=plain",
         "reward_model.reward_manager=numbered",
@@ -121,6 +122,7 @@ def in_batches(data_sources, solution_strs, ground_truths, extra_infos, scale=1.
 """
 FILTER = """
 from pathlib import Path
+from verl.trainer.config.override_text import override
 
 
 def keeps(config, group):

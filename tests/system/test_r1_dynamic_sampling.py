@@ -15,6 +15,7 @@ from tests.pages import undocumented
 from tests.system.command import read_metrics
 from tests.system.in_process import run_stages_here
 from tests.system.jobs import prepare_r1_dynamic_sampling
+from verl.trainer.config.override_text import override
 from verl.trainer.ppo.algos import ESTIMATORS
 from verl.trainer.ppo.policy_losses import LOSSES
 
@@ -24,6 +25,7 @@ import os
 from pathlib import Path
 
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_policy_loss_fn, register_adv_est, register_policy_loss
+from verl.trainer.config.override_text import override
 
 
 def note(what):
@@ -50,7 +52,7 @@ def test_from_json_lines_to_a_policy(tmp_path: Path, monkeypatch: pytest.MonkeyP
     library = tmp_path / "mine.py"
     library.write_text(LIBRARY)
     overrides = (
-        f"actor_rollout_ref.model.external_lib={library}",
+        override("actor_rollout_ref.model.external_lib", library),
         "algorithm.adv_estimator=mine",
         "actor_rollout_ref.actor.policy_loss.loss_mode=mine",
     )

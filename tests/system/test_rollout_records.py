@@ -15,6 +15,7 @@ from tests.system.command import read_metrics
 from tests.system.in_process import fit, in_process_config
 from tests.system.jobs import STEPS, Job, Prepared
 from verl.trainer.config import load_config, validate_config
+from verl.trainer.config.override_text import override
 from verl.trainer.ppo.observers import steps_of
 from verl.trainer.preflight import preflight_problems
 
@@ -56,7 +57,7 @@ def test_halves_of_a_run_are_those_of_the_whole(
     records = whole / "rollouts"
     assert steps_of(records, "*") == list(range(1, STEPS + 1))
 
-    only = in_process_config(converted, again, 2, STEPS, f"trainer.train_only={records}", *more)
+    only = in_process_config(converted, again, 2, STEPS, override("trainer.train_only", records), *more)
     assert preflight_problems(only) == []
     fit(only)
     assert trained(again) == trained(whole) and len(trained(again)) == STEPS
@@ -85,8 +86,8 @@ def test_halves_that_cannot_run_are_told_before_anything_starts(prepared: Prepar
     assert "trainer.save_rollouts is set: that is there with trainer.schedule=sync" in "\n".join(
         validate_config(load_config(beside))
     )
-    config = in_process_config(prepared, tmp_path, 2, STEPS, f"trainer.train_only={tmp_path / 'absent'}")
+    config = in_process_config(prepared, tmp_path, 2, STEPS, override("trainer.train_only", tmp_path / "absent"))
     assert f"{tmp_path / 'absent'} has no records step_*.safetensors" in "\n".join(preflight_problems(config))
     (tmp_path / "step_2.safetensors").touch()
-    config = in_process_config(prepared, tmp_path, 2, STEPS, f"trainer.train_only={tmp_path}")
+    config = in_process_config(prepared, tmp_path, 2, STEPS, override("trainer.train_only", tmp_path))
     assert "has records up to step 2, but trainer.total_training_steps is 4" in "\n".join(preflight_problems(config))

@@ -14,6 +14,7 @@ from tests.system.jobs import Prepared
 from tests.verl.test_upstream_scripts import script_arguments
 from verl.trainer.command_line import read_command_line
 from verl.trainer.config import compose_config, resolve_config, validate_config
+from verl.trainer.config.override_text import override
 
 pytestmark = pytest.mark.timeout(600)
 MODELS = "actor_rollout_ref"
@@ -91,12 +92,12 @@ SCRIPTS = {
 def test_a_command_line_of_upstream_trains(local_ray: None, converted: Prepared, tmp_path: Path, name: str) -> None:
     data = converted.folder / "data"
     paths = (
-        f"data.train_files={data / 'train.parquet'}",
-        f"data.val_files={data / 'test.parquet'}",
+        override("data.train_files", data / "train.parquet"),
+        override("data.val_files", data / "test.parquet"),
         f"{MODELS}.model.path={converted.model_path}",
-        f"custom_reward_function.path={load_recipe('r1_zero').reward_path}",
-        f"trainer.default_local_dir={tmp_path / 'checkpoints'}",
-        f"hydra.run.dir={tmp_path}",
+        override("custom_reward_function.path", load_recipe("r1_zero").reward_path),
+        override("trainer.default_local_dir", tmp_path / "checkpoints"),
+        override("hydra.run.dir", tmp_path),
     )
     args = read_command_line([*script_arguments(name), *paths, *SIZES, *SCRIPTS[name]])
     config, taken = resolve_config(compose_config(args.overrides, config_name=args.config_name))

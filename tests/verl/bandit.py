@@ -29,6 +29,7 @@ from verl.protocol import DataProto
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.trainer.config import PPOTrainerConfig, load_config
+from verl.trainer.config.override_text import override
 from verl.trainer.ppo.observers import StepObserver
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.reward_process import make_reward_fn
@@ -51,16 +52,16 @@ def bandit_config(root: Path, *overrides: str) -> PPOTrainerConfig:
     """Six steps of four prompts, saved every second step."""
     return load_config(
         [
-            f"data.train_files={root / 'data.parquet'}",
-            f"data.val_files={root / 'data.parquet'}",
+            override("data.train_files", root / "data.parquet"),
+            override("data.val_files", root / "data.parquet"),
             "data.max_prompt_length=16",
             "data.max_response_length=2",
             "data.train_batch_size=4",
-            f"actor_rollout_ref.model.path={root / 'model'}",
+            override("actor_rollout_ref.model.path", root / "model"),
             "actor_rollout_ref.actor.ppo_mini_batch_size=4",
             "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
             "actor_rollout_ref.rollout.n=8",
-            f"custom_reward_function.path={FUNCTION}",
+            override("custom_reward_function.path", FUNCTION),
             "reward_model.num_workers=1",
             "trainer.n_gpus_per_node=1",
             "trainer.device=cpu",
@@ -70,8 +71,8 @@ def bandit_config(root: Path, *overrides: str) -> PPOTrainerConfig:
             "trainer.log_val_generations=4",
             "trainer.max_actor_ckpt_to_keep=2",
             "trainer.logger=[console]",
-            f"trainer.default_local_dir={root / 'checkpoints'}",
-            f"trainer.report_dir={root}",
+            override("trainer.default_local_dir", root / "checkpoints"),
+            override("trainer.report_dir", root),
             "ray_kwargs.num_cpus_per_worker=0.25",
             *overrides,
         ]

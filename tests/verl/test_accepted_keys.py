@@ -31,6 +31,7 @@ from verl.trainer.config import (
 from verl.trainer.config.fixed_keys import FIXED_KEYS
 from verl.trainer.config.load import _NOT_OF_REFERENCE, known_keys
 from verl.trainer.config.model_keys import _FIELDS as MODEL_KEYS
+from verl.trainer.config.override_text import override
 from verl.trainer.config.upstream_keys import ASYNC_KEYS, MOVED_KEYS, REPLACED_VALUES, REPLACED_WITHOUT_CUDA
 from verl.workers.config import overrides
 from verl.workers.config.values import Section
@@ -248,7 +249,7 @@ def test_keys_that_repeat_config_json_are_compared_with_it(tmp_path: Path) -> No
     raw = {"kv_lora_rank": 512, "rope_scaling": scaling | {"original_max_position_embeddings": 4096}}
     raw |= {"rope_theta": 10000, "max_position_embeddings": 163840, "n_routed_experts": 256, "rms_norm_eps": 1e-6}
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    model = f"actor_rollout_ref.model.path={tmp_path}"
+    model = override("actor_rollout_ref.model.path", tmp_path)
     same = {
         **dict.fromkeys(("rope_scaling_factor", "yarn_scaling_factor", "rotary_scaling_factor"), 40),
         **dict.fromkeys(("rope_scaling_mscale", "yarn_mscale", "mscale_all_dim"), 1),
@@ -276,7 +277,7 @@ def test_keys_that_repeat_config_json_are_compared_with_it(tmp_path: Path) -> No
 
 def test_max_position_embeddings_can_only_be_lowered(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 4096}))
-    model = f"actor_rollout_ref.model.path={tmp_path}"
+    model = override("actor_rollout_ref.model.path", tmp_path)
     for section in ("override_config", "override_config.model_config"):
         key = f"+actor_rollout_ref.model.{section}.max_position_embeddings"
         assert validate_config(load_config([*RUNNABLE, model, f"{key}=2048"])) == []

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl.trainer.config import ConfigError, load_config, typed_config, validate_config
 from verl.trainer.config.checks import has_default_names
 from verl.trainer.config.load import to_yaml
+from verl.trainer.config.override_text import override
 from verl.trainer.config.validate import config_warnings
 from verl.trainer.ppo.algos import ESTIMATORS
 from verl.trainer.ppo.metric_utils import count_samples_above
@@ -203,7 +204,7 @@ def test_layout_is_checked_against_the_models_dimensions(tmp_path: Path, experts
     config = load_config(
         [
             *RUNNABLE,
-            f"actor_rollout_ref.model.path={tmp_path}",
+            override("actor_rollout_ref.model.path", tmp_path),
             "trainer.n_gpus_per_node=8",
             "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",
             "actor_rollout_ref.actor.megatron.expert_model_parallel_size=4",
@@ -215,7 +216,10 @@ def test_layout_is_checked_against_the_models_dimensions(tmp_path: Path, experts
     assert "6 experts do not divide over expert_model_parallel_size 4" in text
     assert "4 attention heads do not divide over rollout.tensor_model_parallel_size 8" in text
     assert not config.actor_rollout_ref.rollout.enable_expert_parallel  # not given, and 6 experts over 8 ranks
-    given = [f"actor_rollout_ref.model.path={tmp_path}", "actor_rollout_ref.rollout.enable_expert_parallel=True"]
+    given = [
+        override("actor_rollout_ref.model.path", tmp_path),
+        "actor_rollout_ref.rollout.enable_expert_parallel=True",
+    ]
     assert "6 experts do not divide over the 8 rollout ranks" in "\n".join(validate_config(load_config(given)))
     assert "max_position_embeddings 64" in text
 

@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from mindspeed_llm.model import to_transformer_config
 from tests.mindspeed_llm.tiny import tiny_hf_config
 from verl.trainer.config import PPOTrainerConfig, load_config, validate_config
+from verl.trainer.config.override_text import override
 from verl.workers.config import overrides
 from verl.workers.config.engine import McoreEngineConfig
 from verl.workers.engine_setup import engine_problems, model_fields, optimizer_config, trained_model
@@ -42,7 +43,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _problems(model_path: Path, *given: str) -> str:
     """Everything that is said before a process starts."""
-    config = _config(f"actor_rollout_ref.model.path={model_path}", "data.max_prompt_length=8", *given)
+    config = _config(override("actor_rollout_ref.model.path", model_path), "data.max_prompt_length=8", *given)
     found = validate_config(config)
     if not found:
         found = engine_problems(config.actor_rollout_ref, config.trainer.world_size, load_hf_config(model_path))

@@ -15,10 +15,11 @@ from tests.mindspeed_llm.tiny import tiny_hf_config, write_tiny_checkpoint
 from tests.system.command import without_measurements
 from tests.verl.bandit import write_inputs
 from tests.verl.test_schedules import PROMPTS, SAMPLES, SEPARATE, TWO_ROLLOUT_RANKS, train
+from verl.trainer.config.override_text import override
 
 FILTER = (
     "algorithm.filter_groups={enable:True,metric:score,stop_early:%s}",
-    f"custom_reward_function.path={Path(__file__).with_name('rewards_by_length.py')}",
+    override("custom_reward_function.path", Path(__file__).with_name("rewards_by_length.py")),
     "actor_rollout_ref.rollout.max_num_seqs=24",
 )
 EARLY = (FILTER[0] % "True", *FILTER[1:], "data.gen_batch_size=10", "async_training.steps_per_call=2")
@@ -69,7 +70,11 @@ def test_groups_that_differ_are_trained_on_and_a_resumed_run_is_the_same(
         root.mkdir()
         write_long_tail(root)
     write_tiny_checkpoint(whole / "model", tiny_hf_config(vocab_size=300), seed=1, dtype=torch.float32)
-    settings = (*SCHEDULES[name], f"actor_rollout_ref.model.path={whole / 'model'}", "data.max_response_length=60")
+    settings = (
+        *SCHEDULES[name],
+        override("actor_rollout_ref.model.path", whole / "model"),
+        "data.max_response_length=60",
+    )
     expected = train(whole, 4, *settings)
     for steps in (2, 4):
         found = train(halves, steps, *settings)

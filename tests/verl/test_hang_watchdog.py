@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core.parallel_state import ProcessGroups, initialize_model_parallel
 from tests.parallel.launcher import run_ranks
 from verl.trainer.config import load_config, validate_config
+from verl.trainer.config.override_text import override
 from verl.utils.timeline import Timeline
 from verl.workers.phases import make_watchdog, worker_phase
 
@@ -19,7 +20,7 @@ class _Role:
     """One phase, in which rank 1 comes late."""
 
     def __init__(self, groups: ProcessGroups, report_dir: str) -> None:
-        config = load_config(["trainer.hang_timeout_s=1", f"trainer.report_dir={report_dir}"])
+        config = load_config(["trainer.hang_timeout_s=1", override("trainer.report_dir", report_dir)])
         self.groups, self.report_dir = groups, Path(report_dir)
         self.watchdog = make_watchdog(config, groups)
         self.timeline = Timeline()
@@ -41,7 +42,7 @@ def _hang(report_dir: str) -> None:
     assert role.update_actor(0) == role.update_actor(late_s=30) == "done"
     assert role.watchdog is not None
     role.watchdog.close()
-    overrides = [f"trainer.report_dir={report_dir}", "actor_rollout_ref.nccl_timeout=100"]
+    overrides = [override("trainer.report_dir", report_dir), "actor_rollout_ref.nccl_timeout=100"]
     assert make_watchdog(load_config([*overrides, "trainer.hang_timeout_s=0"]), role.groups) is None
     by_default = make_watchdog(load_config(overrides), role.groups)
     assert by_default is not None and by_default.timeout_s == 50

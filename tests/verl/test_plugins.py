@@ -12,6 +12,7 @@ import pytest
 
 from tests.verl.bandit import RIGHT_DIGIT, bandit_config, run_bandit, write_inputs
 from verl.trainer.config import validate_config
+from verl.trainer.config.override_text import override
 from verl.trainer.preflight import plugin_problems, reward_problems
 from verl.workers.reward_manager import MANAGERS
 
@@ -75,6 +76,7 @@ from torch.utils.data import Dataset
 
 from verl.experimental.dataset.sampler import AbstractCurriculumSampler
 from verl.utils.dataset.rl_dataset import RLHFDataset
+from verl.trainer.config.override_text import override
 
 
 class Questions(Dataset):
@@ -176,7 +178,7 @@ def test_a_users_reward_manager_and_filter(local_ray: None, root: Path) -> None:
     """The manager runs in a process of its own, which imports external_lib, with the user's reward function."""
     records = _run(
         root,
-        f"actor_rollout_ref.model.external_lib={root / 'manager.py'}",
+        override("actor_rollout_ref.model.external_lib", root / "manager.py"),
         *MINE,
         f"custom_reward_function={{path:{root / 'rewards.py'},name:single,reward_kwargs:{{scale:2.0}}}}",
         f"algorithm.filter_groups={{enable:True,filter_path:{root / 'filters.py'}:keeps_mixed}}",
@@ -200,8 +202,8 @@ def test_a_users_data_set_and_sampler(local_ray: None, root: Path, name: str, fi
         root,
         f"data.custom_cls={{path:{root / 'data.py'},name:{name}}}",
         f"data.sampler={{class_path:{root / 'data.py'},class_name:EasyFirst}}",
-        f"data.train_files={root / files}",
-        f"data.val_files={root / files}",
+        override("data.train_files", root / files),
+        override("data.val_files", root / files),
     )
     assert [record["step"] for record in records] == [0, 1, 2]
     found = []
@@ -301,6 +303,6 @@ def test_a_users_reward_function(local_ray: None, root: Path, name: str, manager
 def test_a_manager_that_fails_is_named(local_ray: None, root: Path, change: tuple[str, str], problem: str) -> None:
     (root / "manager.py").write_text(MANAGER.replace(*change))
     function = f"custom_reward_function={{path:{root / 'rewards.py'},name:single}}"
-    library = f"actor_rollout_ref.model.external_lib={root / 'manager.py'}"
+    library = override("actor_rollout_ref.model.external_lib", root / "manager.py")
     with pytest.raises(ValueError, match=f"the reward manager 'mine' {problem}"):
         _run(root, library, *MINE, function, "trainer.val_before_train=False")

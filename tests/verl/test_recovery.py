@@ -15,6 +15,7 @@ from tests.pages import undocumented
 from tests.verl.bandit import bandit_config, run_bandit, write_inputs
 from tests.verl.failing_bandit import run_failing
 from verl.trainer.config import validate_config
+from verl.trainer.config.override_text import override
 from verl.trainer.ppo import checkpointing
 from verl.trainer.ppo.recovery import RestartLimit, RestartPoints, TrainingStoppedError
 
@@ -137,7 +138,7 @@ def test_a_restart_takes_the_newest_checkpoint(root: Path, mode: str) -> None:
 
 def test_a_run_from_a_path_does_not_go_on_from_another_training_s_checkpoints(root: Path) -> None:
     start, later = _write_checkpoint(root, 2), _write_checkpoint(root, 4)
-    asked = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={start.directory}")
+    asked = ("trainer.resume_mode=resume_path", override("trainer.resume_from_path", start.directory))
     config = bandit_config(root, *asked)
     points = RestartPoints(config)
     assert points.newest() == start and points.resuming(config) == config

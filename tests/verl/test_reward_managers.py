@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from tests.verl.upstream_api import differences, module_differences, upstream_api
 from verl.protocol import DataProto
 from verl.trainer.config import load_config
+from verl.trainer.config.override_text import override
 from verl.trainer.ppo.reward import compute_reward, compute_reward_async, get_custom_reward_fn, load_reward_manager
 from verl.trainer.ppo.reward_process import manager_batch, reward_problem
 from verl.trainer.preflight import reward_manager_problems
@@ -164,7 +165,7 @@ def test_what_the_config_names_is_loaded(tmp_path: Path) -> None:
     assert compute_reward(batch(), manager)[0].sum() == 6
     assert get_custom_reward_fn(load_config()) is None
     sources = f"custom_reward_function.by_data_source={{b:{{path:{file},name:other}}}}"
-    named = (f"custom_reward_function.path={file}", "custom_reward_function.name=grade")
+    named = (override("custom_reward_function.path", file), "custom_reward_function.name=grade")
     chosen = get_custom_reward_fn(load_config([*named, sources]))
     assert chosen is not None and (chosen("b", "x", "y"), chosen("a", "x", "y")) == ("b", 1)
 

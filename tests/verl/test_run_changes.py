@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from verl.trainer.config import load_config
+from verl.trainer.config.override_text import override
 from verl.trainer.ppo.run_changes import RECORD, learning_settings, record_changes
 
 
@@ -16,7 +17,7 @@ def test_another_reward_data_set_or_algorithm_is_recorded(tmp_path: Path, caplog
     reward, data = tmp_path / "reward.py", tmp_path / "train.parquet"
     reward.write_text("def compute_score(*_): return 0\n")
     data.write_bytes(b"rows")
-    overrides = [f"custom_reward_function.path={reward}", f"data.train_files={data}"]
+    overrides = [override("custom_reward_function.path", reward), override("data.train_files", data)]
     was = learning_settings(load_config(overrides))
     assert learning_settings(load_config([*overrides, "trainer.total_epochs=9"])) == was == json.loads(json.dumps(was))
     record_changes(str(tmp_path), 4, was, was)

@@ -17,6 +17,7 @@ from tests.system.command import without_measurements
 from tests.system.test_restart_of_ranks import mortal_worker
 from tests.verl.bandit import bandit_config, run_trainer, write_inputs
 from verl.trainer.config import PPOTrainerConfig, validate_config
+from verl.trainer.config.override_text import override
 from verl.trainer.main_ppo import worker_classes
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.recovery import fit_with_restarts
@@ -177,7 +178,7 @@ def test_a_rollout_rank_dies_in_a_fixed_order_and_no_bit_changes(
 ) -> None:
     """It dies in a sync after the first checkpoint: samples and metrics are those of an undisturbed run."""
     whole = tmp_path_factory.mktemp("whole")
-    reward = f"custom_reward_function.path={Path(__file__).with_name('rewards_by_length.py')}"
+    reward = override("custom_reward_function.path", Path(__file__).with_name("rewards_by_length.py"))
     settings = (
         *ASYNC,
         "async_training.fixed_order=True",
@@ -187,7 +188,7 @@ def test_a_rollout_rank_dies_in_a_fixed_order_and_no_bit_changes(
         "algorithm.rollout_correction={rollout_is:token}",
         reward,
     )
-    model = f"actor_rollout_ref.model.path={root / 'model'}"
+    model = override("actor_rollout_ref.model.path", root / "model")
     write_inputs(whole)
     expected = train(whole, 4, *settings, model)
     restarts = train_through_a_death(root, config_of(root, 4, *settings), rank=1, span="update_weights", nth=4)

@@ -27,6 +27,7 @@ from verl.trainer.config import (
     resolve_config,
     validate_config,
 )
+from verl.trainer.config.override_text import override
 from verl.trainer.config.upstream_keys import ASYNC_KEYS, MOVED_KEYS, list_of_names
 
 FOLDER = Path(__file__).parent / "upstream_scripts"
@@ -78,8 +79,8 @@ def test_every_value_of_a_script_arrives_or_is_reported(name: str) -> None:
     assert _problems(name) == []
     resolved, reported = asdict(config), {item.key for item in taken}
     given = {}
-    for override in args.overrides:
-        parsed = OverridesParser.create().parse_override(override)
+    for text in args.overrides:
+        parsed = OverridesParser.create().parse_override(text)
         given[parsed.get_key_element().lstrip("+")] = parsed.value()
     assert len(given) > 35
     for key, value in given.items():
@@ -144,7 +145,7 @@ def test_layouts_of_671b_fit_the_model(tmp_path: Path, name: str) -> None:
     scaling = {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0}
     more = {"max_position_embeddings": 163840, "vocab_size": 129280, "num_attention_heads": 128}
     (tmp_path / "config.json").write_text(json.dumps({**DEEPSEEK_V3, **more, "rope_scaling": scaling}))
-    _, config, taken = _resolve(name, f"actor_rollout_ref.model.path={tmp_path}")
+    _, config, taken = _resolve(name, override("actor_rollout_ref.model.path", tmp_path))
     assert validate_config(config) == []
     counts = config.actor_rollout_ref.actor.megatron.layer_counts(61)
     assert counts is not None and sum(counts) == 61
@@ -224,7 +225,7 @@ SEEDS = [name for name in ACCEPTED if name.startswith("seed_")]
 @pytest.mark.parametrize("name", [SEEDS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in SEEDS[1:])])
 def test_a_seeds_command_is_accepted_by_the_program(tmp_path: Path, name: str) -> None:
     """With a folder for Hydra's records, and a variable that the seed's text asks for."""
-    done = _command(name, f"hydra.run.dir={tmp_path}", "--check", "config", VLLM_DP_SIZE="128")
+    done = _command(name, override("hydra.run.dir", tmp_path), "--check", "config", VLLM_DP_SIZE="128")
     assert done.returncode == 0, done.stderr
     assert "VLLM_DP_SIZE=128: actor_rollout_ref.rollout.data_parallel_size decides" in done.stderr
     refused = _command(name, "-m")

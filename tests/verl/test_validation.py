@@ -12,6 +12,7 @@ import torch
 
 from verl.protocol import DataProto
 from verl.trainer.config import load_config
+from verl.trainer.config.override_text import override
 from verl.trainer.ppo.reward_ledger import RewardLedger
 from verl.trainer.ppo.schedules.generation import validation_meta
 from verl.trainer.ppo.validation import Validator
@@ -38,7 +39,7 @@ class Answers:
 
 
 def validator(tmp_path: Path, *overrides: str) -> tuple[Validator, Answers]:
-    config = load_config([f"trainer.report_dir={tmp_path}", "trainer.log_val_generations=0", *overrides])
+    config = load_config([override("trainer.report_dir", tmp_path), "trainer.log_val_generations=0", *overrides])
     rows = [{"data_source": "gsm8k", "index": i, "raw_prompt_ids": [1]} for i in range(3)]
     answers = Answers()
     ledger = RewardLedger(config.trainer.report_dir, "off")

@@ -36,6 +36,7 @@ from recipes.r1_zero.json_to_parquet import main as json_to_parquet
 from recipes.r1_zero.recipe import CORPUS
 from tools.report.run_data import read_jsonl
 from verl.trainer.config import PPOTrainerConfig
+from verl.trainer.config.override_text import override
 from verl.trainer.ppo.filter_groups import SampleGroup
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -177,7 +178,7 @@ def rate_overrides(name: str, options: argparse.Namespace, inputs: Path) -> list
     """Long-tailed lengths, nothing but training steps; a synchronous rank decodes all of its samples at once."""
     sequences = options.prompts * options.samples // 4 if name == SYNC else options.sequences
     return [
-        f"data.train_files={inputs / 'long_tail.parquet'}",
+        override("data.train_files", inputs / "long_tail.parquet"),
         f"data.max_response_length={options.longest}",
         f"data.train_batch_size={options.prompts}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={options.prompts}",
@@ -195,7 +196,7 @@ def rate_overrides(name: str, options: argparse.Namespace, inputs: Path) -> list
 def compare_scores(options: argparse.Namespace, inputs: Path) -> dict[str, float]:
     """Validation scores after ``--score-steps`` steps of the arithmetic task."""
     overrides = [
-        f"data.train_files={inputs / 'data/train.parquet'}",
+        override("data.train_files", inputs / "data/train.parquet"),
         f"{ROLLOUT}.val_kwargs.n=8",
         f"{ROLLOUT}.max_num_seqs={SCORE_SEQUENCES}",
         f"trainer.test_freq={options.score_steps}",
@@ -221,7 +222,8 @@ def run(name: str, directory: Path, inputs: Path, overrides: list[str], options:
     """
     wanted = int(next(item for item in overrides if item.startswith("trainer.total_training_steps=")).split("=")[1])
     bound = [f"async_training.staleness_threshold={options.staleness}"] if name == FULLY_ASYNC else []
-    settings = "\n".join([*overrides, *(SCHEDULES | SAMPLERS)[name], *bound, *options.overrides]) + "\n"
+    own = [*overrides, *(SCHEDULES | SAMPLERS)[name], *bound, *options.overrides]
+    settings = "\n".join(own) + "\n"
     saved, done = directory / "settings.txt", read_jsonl(directory / "metrics.jsonl")
     if done and (not saved.is_file() or saved.read_text() != settings):
         raise ValueError(f"{directory} has a run with other settings (settings.txt): give another --output")
@@ -232,10 +234,10 @@ def run(name: str, directory: Path, inputs: Path, overrides: list[str], options:
     command = [
         *(sys.executable, "-m", "verl.trainer.main_ppo"),
         *("--config-dir", str(CONFIG_DIR), "--config-name", "r1_zero_tiny"),
-        f"data.val_files={inputs / 'data/test.parquet'}",
-        f"actor_rollout_ref.model.path={inputs / 'model'}",
+        override("data.val_files", inputs / "data/test.parquet"),
+        override("actor_rollout_ref.model.path", inputs / "model"),
         "actor_rollout_ref.actor.megatron.use_dist_checkpointing=False",
-        f"custom_reward_function.path={REWARD}",
+        override("custom_reward_function.path", REWARD),
         "reward_model.num_workers=1",
         "ray_kwargs.num_cpus_per_worker=0.25",
         f"{ROLLOUT}.enable_expert_parallel=False",  # replicas that do not wait for each other: the better one for sync
@@ -247,8 +249,8 @@ def run(name: str, directory: Path, inputs: Path, overrides: list[str], options:
         "trainer.save_last=False",
         "trainer.export_hf=False",
         "trainer.resume_mode=disable",
-        f"trainer.report_dir={directory}",
-        *settings.splitlines(),
+        override("trainer.report_dir", directory),
+        *own,
     ]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with (directory / "command.log").open("w") as log:

@@ -36,6 +36,7 @@ from tools.bench.remote import (
     quickest_variant,
     report_progress,
 )
+from verl.trainer.config.override_text import override
 
 ENGINES = ("ours", "trl")
 PROGRAM = "step_engines.py"
@@ -93,11 +94,11 @@ def _overrides(options: argparse.Namespace, model: Path, tmp: Path) -> list[str]
     return [
         "trainer.device=cpu",
         "trainer.n_gpus_per_node=1",
-        f"trainer.report_dir={tmp}/run",
+        override("trainer.report_dir", tmp / "run"),
         f"data.max_prompt_length={options.prompt_lengths[1]}",
         f"data.max_response_length={options.new_tokens}",
         f"data.train_batch_size={options.num_prompts}",
-        f"{models}.model.path={model}",
+        override(f"{models}.model.path", model),
         f"{models}.actor.ppo_mini_batch_size={options.num_prompts}",
         f"{models}.actor.use_dynamic_bsz=True",
         f"{models}.actor.ppo_max_token_len_per_gpu={options.micro_tokens}",

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from verl.trainer.config import ConfigError, WithoutEffect
 from verl.trainer.config.load import CONFIG_DIR, DEFAULT_CONFIG_NAME
+from verl.trainer.config.override_text import in_quotes
 
 _NOW = re.compile(r"\$\{now:([^}]*)\}")
 # Keys of Hydra's own section -> (accepted values, what happens instead).
@@ -101,7 +102,7 @@ def _without_hydra(overrides: Sequence[str]) -> tuple[list[str], list[WithoutEff
                 unused.append(WithoutEffect(key, value, "one command is one run"))
             else:  # Hydra keeps a run's records there
                 text = _NOW.sub(lambda found: datetime.now().strftime(found[1]), value)
-                own.append(f"trainer.report_dir='{text}'")
+                own.append(f"trainer.report_dir={in_quotes(text)}")
         elif key == "hydra.searchpath" or not key.startswith(("hydra.", "hydra/")):
             own.append(override)
         elif key in _HYDRA_KEYS and (value in _HYDRA_KEYS[key][0] or not _HYDRA_KEYS[key][0]):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,6 +86,8 @@ def run_overrides(settings: Settings, model_dir: Path, rollout_nnodes: int = 0) 
     model_dir: the model's directory without quantisation. rollout_nnodes: how many of NNODES only generate; where that
     leaves none to train, nodes do both.
     """
+    from verl.trainer.config.override_text import override
+
     data, eval_sets = settings.data_dir, settings.recipe.eval_sets(settings)
     val_files: dict[str, object] = {f"data.val_files.{name}": data / "eval" / f"{name}.parquet" for name in eval_sets}
     derived = {
@@ -107,15 +108,7 @@ def run_overrides(settings: Settings, model_dir: Path, rollout_nnodes: int = 0) 
         derived["trainer.nnodes"] = settings.nnodes - rollout_nnodes
     if settings.num_devices is not None:
         derived["trainer.n_gpus_per_node"] = settings.num_devices
-    return [*(f"{key}={_quoted(value)}" for key, value in derived.items()), *settings.chosen, *settings.overrides]
-
-
-def _quoted(value: object) -> str:
-    """A value as Hydra's override grammar takes it: paths may hold characters that it would read as syntax."""
-    if isinstance(value, Path) and not re.fullmatch(r"[\w./@+-]+", str(value)):
-        text = str(value).replace("\\", "\\\\").replace("'", "\\'")
-        return f"'{text}'"
-    return str(value)
+    return [*(override(key, value) for key, value in derived.items()), *settings.chosen, *settings.overrides]
 
 
 def resolve_config(settings: Settings) -> PPOTrainerConfig:

@@ -19,6 +19,7 @@ from tools.plan.rollout import plan_rollout
 from tools.plan.worker import PlannedWorker
 from tools.plan.world import planned_rank, run_variables
 from verl.trainer.config import load_config, validate_config
+from verl.trainer.config.override_text import override
 from verl.workers.sharding_manager.transfer_plan import TransferPlan
 from vllm.config import SchedulerConfig
 from vllm.model_executor.model_loader.rank_shards import engine_shards
@@ -36,10 +37,10 @@ def worker_of(folder: Path, rank: int, *overrides: str) -> Iterator[PlannedWorke
     (folder / "config.json").write_text(json.dumps(deepseek_v3_config()))
     config = load_config(
         [
-            f"actor_rollout_ref.model.path={folder}",
-            f"actor_rollout_ref.actor.megatron.dist_checkpointing_path={folder}",
-            f"data.train_files={folder}/train.parquet",
-            f"data.val_files={folder}/test.parquet",
+            override("actor_rollout_ref.model.path", folder),
+            override("actor_rollout_ref.actor.megatron.dist_checkpointing_path", folder),
+            override("data.train_files", folder / "train.parquet"),
+            override("data.val_files", folder / "test.parquet"),
             "trainer.hang_timeout_s=0",
             *overrides,
         ],

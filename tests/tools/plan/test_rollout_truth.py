@@ -25,6 +25,7 @@ from tools.plan.worker import PlannedWorker
 from tools.plan.world import planned_rank
 from verl.protocol import DataProto
 from verl.trainer.config import PPOTrainerConfig, load_config, validate_config
+from verl.trainer.config.override_text import override
 from verl.workers.megatron_workers import ActorRolloutRefWorker
 from vllm import RequestOutput
 from vllm.platforms.cpu import CpuPlatform
@@ -118,8 +119,8 @@ def config_of(model_dir: str, world_size: int, overrides: list[str]) -> PPOTrain
             "trainer.device=cpu",
             "trainer.hang_timeout_s=0",
             f"trainer.n_gpus_per_node={world_size}",
-            f"trainer.report_dir={model_dir}/run",
-            f"actor_rollout_ref.model.path={model_dir}",
+            override("trainer.report_dir", f"{model_dir}/run"),
+            override("actor_rollout_ref.model.path", model_dir),
             "data.max_prompt_length=10",
             f"data.max_response_length={RESPONSE_LENGTH}",
             "data.train_batch_size=8",

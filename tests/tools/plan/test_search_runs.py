@@ -22,6 +22,7 @@ from tools.plan.timing import RunShape, load_constants
 from tools.plan.training import UPDATE, StepSize, batch_of
 from verl.protocol import DataProto
 from verl.trainer.config import load_config, validate_config
+from verl.trainer.config.override_text import override
 from verl.workers.megatron_workers import ActorRolloutRefWorker
 
 ENGINE, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
@@ -48,8 +49,8 @@ def step(model_dir: str, layout: list[str]) -> dict[str, float]:
             "trainer.device=cpu",
             "trainer.hang_timeout_s=0",
             f"trainer.n_gpus_per_node={NUM_RANKS}",
-            f"trainer.report_dir={model_dir}/run",
-            f"actor_rollout_ref.model.path={model_dir}",
+            override("trainer.report_dir", f"{model_dir}/run"),
+            override("actor_rollout_ref.model.path", model_dir),
             f"data.max_prompt_length={PROMPT}",
             f"data.max_response_length={RESPONSE}",
             "data.train_batch_size=8",

@@ -23,6 +23,7 @@ from tools.plan.devices import load_device
 from tools.plan.rank_plan import RankPlan, plan_rank
 from tools.plan.training import StepSize
 from verl.trainer.config import PPOTrainerConfig, load_config, validate_config
+from verl.trainer.config.override_text import override
 from verl.utils.dataset import RLHFDataset
 from verl.utils.tokenizer import hf_tokenizer
 
@@ -74,11 +75,11 @@ def step_config(inputs: Path, report_dir: Path, layout: str) -> PPOTrainerConfig
     given = [
         *overrides_of(str(inputs / "model"), world_size, *overrides),
         *ONE_STEP,
-        f"data.train_files={inputs / 'data.parquet'}",
-        f"data.val_files={inputs / 'data.parquet'}",
-        f"custom_reward_function.path={Path(__file__).parents[2] / 'verl' / 'rewards_for_tests.py'}",
-        f"trainer.report_dir={report_dir}",
-        f"trainer.default_local_dir={report_dir}/checkpoints",
+        override("data.train_files", inputs / "data.parquet"),
+        override("data.val_files", inputs / "data.parquet"),
+        override("custom_reward_function.path", Path(__file__).parents[2] / "verl" / "rewards_for_tests.py"),
+        override("trainer.report_dir", report_dir),
+        override("trainer.default_local_dir", report_dir / "checkpoints"),
     ]
     config = load_config(given)
     assert validate_config(config) == []

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import re
+import shlex
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from functools import cache
@@ -24,6 +26,7 @@ from verl.trainer.config.data import TAKES_NAMES
 from verl.trainer.config.fixed_keys import FIXED_KEYS, GIVEN_EMPTY, WithoutEffect, take_fixed_keys
 from verl.trainer.config.idle_keys import idle_keys
 from verl.trainer.config.model_keys import compare_model_keys, config_json, take_model_keys
+from verl.trainer.config.override_text import in_quotes, literal, override, quoted
 from verl.trainer.config.upstream_keys import ASYNC_KEYS, MOVED_KEYS, list_of_names, translate_upstream_keys, value_at
 
 CONFIG_DIR = Path(__file__).resolve().parent
@@ -56,6 +59,7 @@ _NOT_OF_REFERENCE = {
     "sequence_parallel": "the actor's value counts for both",
 }
 _SEARCH_PATH = "hydra.searchpath="
+_KEY = re.compile(r"[\w+./@-]+")
 _NEAR = 0.6  # likeness of keys, 1 for equal ones, from which one may be a slip for the other
 _TELLING = 5  # letters of a last part that names a key whatever stands before it
 
@@ -96,10 +100,11 @@ def compose_config(
         known = sorted(path.stem for path in directory.glob("*.yaml"))
         raise ConfigError([f"no config {config_name!r} in {directory}; there are {', '.join(known) or 'none'}"])
     try:
-        search_path = [f"file://{CONFIG_DIR}"]
-        for given in (override for override in overrides if override.startswith(_SEARCH_PATH)):
-            search_path += OverridesParser.create().parse_override(given).value()  # type: ignore[arg-type, operator]
-        forced = _forced([override for override in overrides if not override.startswith(_SEARCH_PATH)])
+        search_path = [quoted(f"file://{CONFIG_DIR}")]
+        for given in (text for text in overrides if text.startswith(_SEARCH_PATH)):
+            folders: Any = OverridesParser.create().parse_override(given).value()
+            search_path += map(in_quotes, folders)
+        forced = _forced([text for text in overrides if not text.startswith(_SEARCH_PATH)])
         GlobalHydra.instance().clear()
         with initialize_config_dir(version_base=None, config_dir=str(directory)):
             return compose(config_name=config_name, overrides=[f"{_SEARCH_PATH}[{','.join(search_path)}]", *forced])
@@ -136,7 +141,7 @@ def resolve_config(composed: DictConfig) -> tuple[PPOTrainerConfig, list[Without
     schema = deepcopy(_writable_schema())  # an eighth of the time of making it
     for key, value in (inherited | leaves).items():
         try:
-            OmegaConf.update(schema, key, value)
+            OmegaConf.update(schema, key, literal(value))
         except OmegaConfBaseException as error:
             problems.append(f"{key} is {value!r}; {str(error).splitlines()[0]}")
     config = _typed(schema, leaves, taken)
@@ -151,8 +156,8 @@ def resolve_config(composed: DictConfig) -> tuple[PPOTrainerConfig, list[Without
 def _typed(schema: DictConfig, leaves: dict[str, Any], taken: list[WithoutEffect]) -> PPOTrainerConfig:
     """The dataclasses of ``schema`` with what follows from other keys; adds those without effect to ``taken``."""
     for key in _PATH_KEYS:
-        OmegaConf.update(schema, key, _expand_home(OmegaConf.select(schema, key)))
-    OmegaConf.update(schema, _EXTERNAL_LIB, _absolute_files(OmegaConf.select(schema, _EXTERNAL_LIB)))
+        OmegaConf.update(schema, key, literal(_expand_home(OmegaConf.select(schema, key))))
+    OmegaConf.update(schema, _EXTERNAL_LIB, literal(_absolute_files(OmegaConf.select(schema, _EXTERNAL_LIB))))
     config = OmegaConf.to_object(schema)
     assert isinstance(config, PPOTrainerConfig)
     experts = config_json(config.actor_rollout_ref.model.path)
@@ -263,24 +268,37 @@ def _model_path(raw: dict[str, Any]) -> str:
 
 def to_yaml(config: PPOTrainerConfig) -> str:
     """The whole tree as YAML, for --print-config and for the record beside a run's outputs."""
-    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
+    return OmegaConf.to_yaml(OmegaConf.create(literal(dataclasses.asdict(config))))
 
 
 def _forced(overrides: Sequence[str]) -> list[str]:
     """The overrides in the form that also adds a key which the YAML lacks; ``typed_config`` finds unknown keys."""
     forced, problems = [], []
     for given in overrides:
-        override = given.replace("=~/", f"={Path.home()}/", 1)  # neither shells nor Hydra expand this ~
         try:
-            parsed = OverridesParser.create().parse_override(override)
-        except HydraException as error:
+            text = _with_home(given)
+            parsed = OverridesParser.create().parse_override(text)
+        except (HydraException, RuntimeError) as error:  # RuntimeError: this user has no home
             why = str(error).strip().splitlines()[0]
-            problems.append(f"{given!r} is not an override: {why}; expected key=value, in Hydra's grammar")
+            key, _, value = given.partition("=")
+            advice = (
+                f"; other characters stand in quotes, in a shell {shlex.quote(override(key, value))}" if value else ""
+            )
+            problems.append(f"{given!r} is not an override: {why}; expected key=value, in Hydra's grammar{advice}")
         else:
-            forced.append(override if parsed.is_delete() or override.startswith("+") else f"++{override}")
+            forced.append(text if parsed.is_delete() or text.startswith("+") else f"++{text}")
     if problems:
         raise ConfigError(problems)
     return forced
+
+
+def _with_home(given: str) -> str:
+    """The override with a leading ~ of its value expanded, which neither shells nor Hydra do."""
+    key, _, path = given.partition("=~/")
+    if not path or not _KEY.fullmatch(key):
+        return given
+    below: Any = OverridesParser.create().parse_override(f"{key}=/{path}").value()
+    return f"{key}={in_quotes(literal(str(Path.home())) + below)}" if isinstance(below, str) else given
 
 
 def _leaves(
