@@ -115,7 +115,7 @@ def test_batch_is_one_call() -> None:
 
     data = batch()
     rewards, extra = compute_reward(data, BatchRewardManager(Words(), 0, compute_score, scale=2))
-    assert calls == [(["a", "b"], ["7 8", "1"], [{"level": 1}, {"level": 2}])]
+    assert calls == [(["a", "b"], ["7 8", "1"], [{"level": 1, "prompt_end": "5"}, {"level": 2, "prompt_end": "3 4"}])]
     assert rewards.tolist() == [[0, 6, 0], [2, 0, 0]] and extra == {"score": [6, 2]}
     assert data.batch["acc"].tolist() == [6, 2]
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from verl.protocol import DataProto
+from verl.utils.reward_score.thoughts import PROMPT_END, prompt_end
 from verl.utils.tokenizer import texts_to_grade
 from verl.workers.reward_manager.abstract import RawRewardFn
 
@@ -46,7 +47,8 @@ def grading_samples(data: DataProto, tokenizer: Any, reward_fn_key: str) -> list
             texts[len(data) + row],
             columns["reward_model"][row]["ground_truth"],
             columns[reward_fn_key][row],
-            dict(columns["extra_info"][row] or {}) if "extra_info" in columns else {},
+            {PROMPT_END: prompt_end(tokenizer, asked[row])}
+            | dict((columns["extra_info"][row] if "extra_info" in columns else None) or {}),
             length,
         )
         for row, length in enumerate(lengths)
