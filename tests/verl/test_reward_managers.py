@@ -120,6 +120,23 @@ def test_batch_is_one_call() -> None:
     assert data.batch["acc"].tolist() == [6, 2]
 
 
+@pytest.mark.parametrize("manager", [NaiveRewardManager, PrimeRewardManager, DAPORewardManager, BatchRewardManager])
+def test_async_functions_have_one_loop_in_every_manager(manager: Any) -> None:
+    loops = set()
+
+    async def one(solution_str: str, **given: Any) -> float:
+        loops.add(asyncio.get_running_loop())
+        return float(len(solution_str))
+
+    async def batched(solution_strs: list[str], **given: Any) -> list[float]:
+        return await asyncio.gather(*(one(text) for text in solution_strs))
+
+    for _ in range(2):
+        rewards = manager(Words(), 0, batched if manager is BatchRewardManager else one)(batch())
+        assert rewards.tolist() == [[0, 3, 0], [1, 0, 0]]
+    assert len(loops) == 1, "a client of the function's module belongs to one loop"
+
+
 def test_prime_gives_zero_where_the_grader_fails() -> None:
     def compute_score(solution_str: str, **given: Any) -> float:
         if solution_str == "9":
