@@ -1,8 +1,9 @@
 """Rule reward of GSM8K: 0.9 for exactly the right answer after ``####``, and 0.1 for a response in the form asked for.
 
-The form is a last line ``#### n`` and no other ``####``, after at most one thought ``<think>...</think>`` whose opening
-tag may be part of the prompt. An answer inside a thought, or after one that never ends, is none. The tags are texts
-here, whether the tokenizer has one token for them or several.
+The form is a last line ``#### n`` and no other ``####``, after at most one thought ``<think>...</think>``. The opening
+tag is the prompt's where the chat template ends with it (``verl.utils.reward_score.thoughts``), and may be missing
+where nobody says how the prompt ended. An answer inside a thought, or after one that never ends, is none. The tags are
+texts here, whether the tokenizer has one token for them or several.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import re
 from typing import Any
 
 from recipes.common.math_answers import answers_equal
+from verl.utils.reward_score.thoughts import CLOSE, OPEN, last_tag, with_opened_thought
 
-OPEN, CLOSE, MARK = "<think>", "</think>", "####"
+MARK = "####"
 FORMAT_SCORE = 0.1
 _NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?")
 
@@ -21,12 +23,15 @@ def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
 ) -> dict[str, float]:
     """``score`` (verl's signature) with its parts ``accuracy`` and ``format``."""
-    answered = after_thought(solution_str)
+    whole = with_opened_thought(solution_str, extra_info)
+    answered = after_thought(whole)
     given = final_answer(answered)
     accuracy = float(given is not None and answers_equal(given.replace("$", ""), str(ground_truth)))
     last = answered.rstrip().rpartition("\n")[2]
     has_form = answered.count(MARK) == 1 and last.startswith(MARK) and given == last.removeprefix(MARK).strip()
-    is_formed = float(given is not None and has_form and _one_thought_at_most(solution_str))
+    is_formed = float(
+        given is not None and has_form and _one_thought_at_most(whole, may_lack_open=last_tag(extra_info) is None)
+    )
     score = (1 - FORMAT_SCORE) * accuracy + FORMAT_SCORE * is_formed
     return {"score": score, "accuracy": accuracy, "format": is_formed}
 
@@ -45,6 +50,7 @@ def final_answer(text: str) -> str | None:
     return None if number is None else number[0]
 
 
-def _one_thought_at_most(text: str) -> bool:
+def _one_thought_at_most(text: str, *, may_lack_open: bool) -> bool:
     opened, closed = text.count(OPEN), text.count(CLOSE)
-    return closed <= 1 and opened <= closed and (not opened or text.lstrip().startswith(OPEN))
+    is_paired = opened <= closed if may_lack_open else opened == closed
+    return closed <= 1 and is_paired and (not opened or text.lstrip().startswith(OPEN))

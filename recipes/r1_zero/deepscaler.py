@@ -4,7 +4,8 @@ Differences from verl's ``recipe/r1_ascend/deepscaler.py``, each where that one 
 
 - Format: every tag occurs exactly once, nothing but white space stands before ``<think>``, between ``</think>`` and
   ``<answer>``, or after ``</answer>``, and neither the thought nor the box is empty. Upstream takes repeated tags,
-  text anywhere, and empty parts.
+  text anywhere, and empty parts. Where the chat template ends with ``<think>``, that tag is the prompt's and the
+  response has none (``verl.utils.reward_score.thoughts``).
 - Answer: with a right format it is the last ``\\boxed{}`` of the answer part, so a box in the thought earns nothing.
   Without it, the last box anywhere, as upstream. Missing and unclosed boxes earn nothing.
 - Grading: by ``recipes.common.math_answers``, which has no ``eval``. Upstream's grader hands model text to
@@ -20,6 +21,7 @@ import re
 from typing import Any
 
 from recipes.common.math_answers import answers_equal, last_boxed
+from verl.utils.reward_score.thoughts import with_opened_thought
 
 FORMAT_WEIGHT = 0.33
 ACCURACY_WEIGHT = 0.67
@@ -32,7 +34,7 @@ def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
 ) -> dict[str, float]:
     """Score one response: ``score = 0.33 * format + 0.67 * accuracy``, both parts 0.0 or 1.0 (verl's signature)."""
-    answer_part = well_formed_answer(solution_str)
+    answer_part = well_formed_answer(with_opened_thought(solution_str, extra_info))
     boxed = last_boxed(answer_part if answer_part is not None else solution_str)
     has_format = float(answer_part is not None)
     accuracy = float(boxed is not None and answers_equal(boxed, str(ground_truth)))

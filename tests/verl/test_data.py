@@ -170,7 +170,8 @@ def test_rows_of_any_data_set_become_prompts(dataset: RLHFDataset) -> None:
     bare = {key: row[key] for key in ("input_ids", "attention_mask", "data_source", "reward_model")}
     item = PromptItems([bare], dataset.tokenizer, 40)[0]
     assert (item["raw_prompt_ids"], item["prompt_text"]) == (row["raw_prompt_ids"], row["prompt_text"])
-    assert (item["extra_info"], item["response_limit"], item["index"]) == ({}, 0, 0) and "input_ids" not in item
+    assert (item["response_limit"], item["index"]) == (0, 0) and "input_ids" not in item
+    assert item["extra_info"] == {"prompt_end": row["prompt_text"][-64:]}
     for change, problem in (
         ({"input_ids": None, "raw_prompt_ids": []}, r"has 0 tokens; expected 1 to data.max_prompt_length \(40\)"),
         ({"reward_model": {"truth": 1}}, "expected a dict with ground_truth"),

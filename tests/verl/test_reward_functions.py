@@ -44,6 +44,52 @@ async def waiting(data_source, solution_str, ground_truth, extra_info):
     await asyncio.sleep(0.5)
     return float(solution_str == ground_truth)
 
+_pair = asyncio.Semaphore(2)
+_lock = asyncio.Lock()
+_answers = asyncio.Queue()
+_server = None
+_left = []
+
+async def _serve():
+    # What a client of a module does: it answers for as long as the process lives.
+    while True:
+        number, future = await _answers.get()
+        future.set_result(number)
+
+async def shared(data_source, solution_str, ground_truth, extra_info):
+    global _server
+    async with _pair, _lock:
+        await asyncio.sleep(0.001)
+    if _server is None:
+        _server = asyncio.create_task(_serve())
+    future = asyncio.get_running_loop().create_future()
+    await _answers.put((float(extra_info["row"]), future))
+    return await future
+
+async def leaves(data_source, solution_str, ground_truth, extra_info):
+    async def rest():
+        await asyncio.sleep(0.2)
+        if solution_str == "block later":
+            time.sleep(600)
+        if solution_str == "raise later":
+            raise KeyError("later")
+        await asyncio.sleep(600)
+    if solution_str.endswith("later"):
+        _left.append(asyncio.create_task(rest()))
+    if solution_str == "hang later":
+        await asyncio.sleep(600)
+    await asyncio.sleep(0.3 if solution_str == "slow" else 0)
+    return {"score": 1.0, "pid": os.getpid()}
+
+def runs_itself(data_source, solution_str, ground_truth, extra_info):
+    return asyncio.run(waiting("s", solution_str, ground_truth, extra_info))
+
+def returns_awaitable(data_source, solution_str, ground_truth, extra_info):
+    return shared(data_source, solution_str, ground_truth, extra_info)
+
+async def batched_shared(data_sources, solution_strs, ground_truths, extra_infos):
+    return await asyncio.gather(*map(shared, data_sources, solution_strs, ground_truths, extra_infos))
+
 async def batched_waiting(data_sources, solution_strs, ground_truths, extra_infos):
     await asyncio.sleep(0.01)
     return [float(text == truth) for text, truth in zip(solution_strs, ground_truths)]
@@ -147,6 +193,40 @@ def test_an_async_function_that_blocks_costs_one_sample(spec: Callable[..., Rewa
 @pytest.mark.timeout(60)
 def test_batched_and_async_together(spec: Callable[..., RewardFunctionSpec]) -> None:
     assert _outcomes(_graded(spec("batched_waiting"), ["42", "41"])) == [("ok", 1.0), ("ok", 0.0)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["shared", "returns_awaitable", "batched_shared"])
+def test_locks_queues_and_tasks_of_a_module_live_as_long_as_its_process(
+    spec: Callable[..., RewardFunctionSpec], name: str
+) -> None:
+    pool = ScoringPool(spec(name), num_workers=1, timeout_s=5.0, max_concurrent=8)
+    for first in (0, 8, 16):
+        futures = pool.submit([ScoringJob("s", "42", "42", {"row": first + row}) for row in range(8)])
+        assert [future.result().parts["score"] for future in futures] == [float(first + row) for row in range(8)]
+    pool.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+def test_tasks_that_are_left_behind_cost_no_other_answer(spec: Callable[..., RewardFunctionSpec]) -> None:
+    """One that blocks hangs the next call, whose answer is then graded in a new process; with a hung one they end."""
+    pool = ScoringPool(spec("leaves"), num_workers=1, timeout_s=0.6)
+    results = [
+        pool.submit([ScoringJob("s", answer, "42", {"row": row})])[0].result()
+        for row, answer in enumerate(["raise later", "slow", "block later", "slow", "hang later", "good"])
+    ]
+    pool.close()
+    assert [result.status for result in results] == ["ok", "ok", "ok", "ok", "timeout", "ok"]
+    pids = [result.parts.get("pid") for result in results]
+    assert pids[0] == pids[1] == pids[2] != pids[3] != pids[5]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+def test_a_plain_function_may_run_a_loop_of_its_own(spec: Callable[..., RewardFunctionSpec]) -> None:
+    assert _outcomes(_graded(spec("runs_itself"), ["42", "41"])) == [("ok", 1.0), ("ok", 0.0)]
 
 
 @pytest.mark.timeout(60)

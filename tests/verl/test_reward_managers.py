@@ -116,9 +116,26 @@ def test_batch_is_one_call() -> None:
 
     data = batch()
     rewards, extra = compute_reward(data, BatchRewardManager(Words(), 0, compute_score, scale=2))
-    assert calls == [(["a", "b"], ["7 8", "1"], [{"level": 1}, {"level": 2}])]
+    assert calls == [(["a", "b"], ["7 8", "1"], [{"level": 1, "prompt_end": "5"}, {"level": 2, "prompt_end": "3 4"}])]
     assert rewards.tolist() == [[0, 6, 0], [2, 0, 0]] and extra == {"score": [6, 2]}
     assert data.batch["acc"].tolist() == [6, 2]
+
+
+@pytest.mark.parametrize("manager", [NaiveRewardManager, PrimeRewardManager, DAPORewardManager, BatchRewardManager])
+def test_async_functions_have_one_loop_in_every_manager(manager: Any) -> None:
+    loops = set()
+
+    async def one(solution_str: str, **given: Any) -> float:
+        loops.add(asyncio.get_running_loop())
+        return float(len(solution_str))
+
+    async def batched(solution_strs: list[str], **given: Any) -> list[float]:
+        return await asyncio.gather(*(one(text) for text in solution_strs))
+
+    for _ in range(2):
+        rewards = manager(Words(), 0, batched if manager is BatchRewardManager else one)(batch())
+        assert rewards.tolist() == [[0, 3, 0], [1, 0, 0]]
+    assert len(loops) == 1, "a client of the function's module belongs to one loop"
 
 
 def test_prime_gives_zero_where_the_grader_fails() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from verl.utils.dataset.rl_dataset import RESPONSE_LIMIT
+from verl.utils.reward_score.thoughts import PROMPT_END, prompt_end
 
 _PADDED = ("input_ids", "attention_mask", "position_ids")  # engines get token ids without padding
 
@@ -16,7 +17,8 @@ class PromptItems(Dataset):
     """A data set whose rows have ``raw_prompt_ids``, ``prompt_text``, ``extra_info`` and ``response_limit``.
 
     Each is derived where the row of ``dataset`` lacks it: the ids from ``input_ids`` and ``attention_mask``, the text
-    from the ids. ``data_source`` and ``reward_model`` are the row's own.
+    from the ids. ``data_source`` and ``reward_model`` are the row's own. ``extra_info`` also has what the prompt ended
+    with, for the reward function (``verl.utils.reward_score.thoughts``).
 
     Args:
         max_prompt_length: a longer prompt is an error.
@@ -44,6 +46,10 @@ class PromptItems(Dataset):
                 f"({self.max_prompt_length})"
             )
         extra_info = row.get("extra_info") or {}
+        if PROMPT_END in extra_info:
+            raise ValueError(
+                f"the extra_info of {where} has {PROMPT_END!r}, which the run writes itself; rename the key"
+            )
         kept = {key: value for key, value in row.items() if key not in _PADDED}
         return {
             "index": index,
@@ -51,7 +57,7 @@ class PromptItems(Dataset):
             **kept,
             "raw_prompt_ids": ids,
             "prompt_text": row["prompt_text"] if "prompt_text" in row else str(self.tokenizer.decode(ids)),
-            "extra_info": extra_info,
+            "extra_info": {**extra_info, PROMPT_END: prompt_end(self.tokenizer, ids)},
         }
 
 

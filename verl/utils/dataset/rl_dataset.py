@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 from verl.protocol_storage import as_rows
 from verl.utils.errors import TooLongError
 from verl.utils.parquet import read_rows
+from verl.utils.reward_score.thoughts import PROMPT_END
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,7 +66,7 @@ class RLHFDataset(Dataset):
         rows = rows[: self.max_samples] if self.max_samples >= 0 else rows
         self.dataframe: list[dict[str, Any]] = rows
         self._texts, self._ids = self._tokenized(rows)
-        self._check_response_limits()
+        self._check_extra_infos()
         too_long = [index for index, ids in enumerate(self._ids) if len(ids) > self.max_prompt_length]
         if too_long and self.filter_overlong_prompts:
             dropped = set(too_long)
@@ -139,7 +140,12 @@ class RLHFDataset(Dataset):
         counts = (len(too_long), len(self._ids), longest, self.truncation)
         logger.info("%d of %d prompts are cut to %d tokens (%s)", *counts)
 
-    def _check_response_limits(self) -> None:
+    def _check_extra_infos(self) -> None:
+        if any(PROMPT_END in (row.get("extra_info") or {}) for row in self.dataframe):
+            raise ValueError(
+                f"the extra_info of {self._named()} has {PROMPT_END!r}, which a run writes itself (docs/rewards.md); "
+                "rename the key"
+            )
         limits = {i: (row.get("extra_info") or {}).get(RESPONSE_LIMIT) for i, row in enumerate(self.dataframe)}
         wrong = [index for index, limit in limits.items() if limit is not None and not (_is_int(limit) and limit > 0)]
         if wrong:

@@ -109,7 +109,11 @@ class _Grades:
 
 @dataclass(frozen=True)
 class _Entry:
-    """A waiting job; it is graded alone after a call for several jobs failed, so that only the faulty one is lost."""
+    """A waiting job.
+
+    It is graded alone, in a process without tasks of earlier calls, after a call failed that had several jobs or such
+    tasks, so that only the faulty one is lost.
+    """
 
     job: ScoringJob
     future: Future[ScoringResult]
@@ -199,7 +203,7 @@ class ScoringPool:
         while (first := self._first()) is not None:
             entries = [first]
             try:
-                if process is not None and first.function >= len(process.kinds):
+                if process is not None and not self._suits(process, first):
                     process.kill()
                     process = None
                 process = process or ScoringProcess(self._functions, self._timeout_s, self._closed_read)
@@ -227,6 +231,10 @@ class ScoringPool:
         if process is not None:
             process.kill()
 
+    @staticmethod
+    def _suits(process: ScoringProcess, first: _Entry) -> bool:
+        return first.function < len(process.kinds) and not (first.is_alone and process.num_tasks_left)
+
     def _first(self) -> _Entry | None:
         """The next entry; None once the pool is closed."""
         with self._changed:
@@ -248,11 +256,11 @@ class ScoringPool:
             return taken
 
     def _score(self, process: ScoringProcess, entries: Sequence[_Entry]) -> list[ScoringResult] | None:
-        """A result for each, or None when a call for several failed as a whole."""
-        number = entries[0].function
+        """A result for each; None when the call failed as a whole, perhaps not because of its only answer."""
+        number, had_tasks = entries[0].function, process.num_tasks_left > 0
         reply = process.score(number, [entry.job.values for entry in entries])
         if "results" not in reply:
-            if len(entries) > 1:
+            if not entries[0].is_alone and (len(entries) > 1 or (had_tasks and not process.is_usable)):
                 logger.warning("grading %d answers in one call: %s; each is graded alone", len(entries), reply)
                 return None
             reply["results"] = [reply]

@@ -41,6 +41,8 @@ class ScoringProcess:
     Attributes:
         kinds: by index, whether a loaded function is batched and async, and the digest of its file (``version``).
         is_usable: cleared by a time-out or a crash.
+        num_tasks_left: asyncio tasks that earlier calls left behind: a module's own, or forgotten ones that may block
+            the next call.
 
     Raises:
         RuntimeError: a function cannot be loaded; the message ends with the process's standard error.
@@ -65,6 +67,7 @@ class ScoringProcess:
         )
         self._buffer = b""
         self.is_usable = True
+        self.num_tasks_left = 0
         try:
             ready = self._read_line(_START_LIMIT_S)
         except PoolClosed:
@@ -88,6 +91,9 @@ class ScoringProcess:
         line = self._read_line(limit_s) if self._write({"function": function, "samples": samples}) else b""
         if line:
             reply: dict[str, Any] = json.loads(line)
+            self.num_tasks_left = reply.pop("tasks_left")
+            has_timeout = any("timeout" in result for result in reply.get("results", ()))
+            self.is_usable = not (has_timeout and self.num_tasks_left)  # they may be what that sample left running
             return reply
         self.is_usable = False
         seconds = time.monotonic() - start

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import inspect
 import json
 import math
 import os
@@ -15,6 +16,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, TextIO
 
+from verl.utils.reward_score.event_loop import awaited
 from verl.utils.reward_score.functions import RewardFunction, RewardFunctionSpec, gather, load_reward_function
 
 _PR_SET_PDEATHSIG = 1
@@ -34,10 +36,14 @@ def main() -> None:
     functions = [load_reward_function(RewardFunctionSpec(**spec)) for spec in json.loads(sys.argv[1])]
     kinds = [{"is_batched": f.is_batched, "is_async": f.is_async, "version": f.version} for f in functions]
     _send(replies, {"ready": kinds})
-    for line in sys.stdin:
-        request = json.loads(line)
-        _send(replies, _score(functions[request["function"]], request["samples"], float(sys.argv[2])))
-        _drop_printed()
+    # One loop for the life of the process: locks, queues and clients of a function's module belong to their loop. It
+    # runs in this thread, where a function may set alarms, and only while a call runs.
+    with asyncio.Runner() as runner:
+        for line in sys.stdin:
+            request = json.loads(line)
+            reply = _score(runner, functions[request["function"]], request["samples"], float(sys.argv[2]))
+            _send(replies, {**reply, "tasks_left": len(asyncio.all_tasks(runner.get_loop()))})
+            _drop_printed()
 
 
 def _claim_stdout() -> TextIO:
@@ -47,21 +53,26 @@ def _claim_stdout() -> TextIO:
     return replies
 
 
-def _score(function: RewardFunction, samples: list[list[Any]], timeout_s: float) -> dict[str, Any]:
+def _score(
+    runner: asyncio.Runner, function: RewardFunction, samples: list[list[Any]], timeout_s: float
+) -> dict[str, Any]:
     """``{"results": [one for each sample], "seconds": of the call}``; ``error`` instead when the whole call failed."""
     start = time.perf_counter()
     try:
-        results = _results(function, samples, timeout_s)
+        results = _results(runner, function, samples, timeout_s)
         sys.stdout.flush()  # printing beyond the limit is this answer's failure, not the next one's
     except Exception as error:  # a process edge: any failure of the user's function is this call's, reported by name
         return {"error": _text(error), "seconds": time.perf_counter() - start}
     return {"results": [_result(result, timeout_s) for result in results], "seconds": time.perf_counter() - start}
 
 
-def _results(function: RewardFunction, samples: list[list[Any]], timeout_s: float) -> Sequence[Any]:
+def _results(
+    runner: asyncio.Runner, function: RewardFunction, samples: list[list[Any]], timeout_s: float
+) -> Sequence[Any]:
     if not function.is_batched:
-        return asyncio.run(gather(function, samples, timeout_s)) if function.is_async else [_single(function, samples)]
-    results = asyncio.run(function.call(samples)) if function.is_async else function.call(samples)
+        is_async = function.is_async
+        return runner.run(gather(function, samples, timeout_s)) if is_async else [_single(runner, function, samples)]
+    results = _finished(runner, function.call(samples))
     if not isinstance(results, Sequence) and hasattr(results, "tolist"):
         results = results.tolist()  # an array or a tensor of scores
     if not isinstance(results, Sequence) or len(results) != len(samples):
@@ -69,9 +80,14 @@ def _results(function: RewardFunction, samples: list[list[Any]], timeout_s: floa
     return results
 
 
-def _single(function: RewardFunction, samples: list[list[Any]]) -> Any:
+def _finished(runner: asyncio.Runner, result: Any) -> Any:
+    """What a call returned; also a function that is not known as async may return something to wait for."""
+    return runner.run(awaited(result)) if inspect.isawaitable(result) else result
+
+
+def _single(runner: asyncio.Runner, function: RewardFunction, samples: list[list[Any]]) -> Any:
     try:
-        return function.call(samples)
+        return _finished(runner, function.call(samples))
     except Exception as error:  # as in _score: this sample's
         return error
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from verl.protocol import DataProto
+from verl.utils.reward_score.event_loop import finished
 from verl.workers.reward_manager.abstract import AbstractRewardManager, RawRewardFn
 from verl.workers.reward_manager.registry import register
 from verl.workers.reward_manager.samples import (
@@ -52,7 +53,7 @@ class BatchRewardManager(AbstractRewardManager):
             extra_infos=[sample.extra_info for sample in samples],
             **self.reward_kwargs,
         )
-        return list(results)
+        return list(finished(results))
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> Tensor | dict[str, Any]:
         given = scores_of_a_model(data, return_dict=return_dict)

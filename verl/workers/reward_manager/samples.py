@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -14,6 +12,8 @@ import torch
 from torch import Tensor
 
 from verl.protocol import DataProto
+from verl.utils.reward_score.event_loop import finished
+from verl.utils.reward_score.thoughts import PROMPT_END, prompt_end
 from verl.utils.tokenizer import texts_to_grade
 from verl.workers.reward_manager.abstract import RawRewardFn
 
@@ -46,7 +46,8 @@ def grading_samples(data: DataProto, tokenizer: Any, reward_fn_key: str) -> list
             texts[len(data) + row],
             columns["reward_model"][row]["ground_truth"],
             columns[reward_fn_key][row],
-            dict(columns["extra_info"][row] or {}) if "extra_info" in columns else {},
+            {PROMPT_END: prompt_end(tokenizer, asked[row])}
+            | dict((columns["extra_info"][row] if "extra_info" in columns else None) or {}),
             length,
         )
         for row, length in enumerate(lengths)
@@ -55,17 +56,14 @@ def grading_samples(data: DataProto, tokenizer: Any, reward_fn_key: str) -> list
 
 def grade(compute_score: RawRewardFn, sample: GradingSample) -> Any:
     """The result of one call, by upstream's names; an ``async def`` is waited for."""
-    result = compute_score(
-        data_source=sample.data_source,
-        solution_str=sample.solution_str,
-        ground_truth=sample.ground_truth,
-        extra_info=sample.extra_info,
+    return finished(
+        compute_score(
+            data_source=sample.data_source,
+            solution_str=sample.solution_str,
+            ground_truth=sample.ground_truth,
+            extra_info=sample.extra_info,
+        )
     )
-    return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
-
-
-async def _awaited(result: Any) -> Any:
-    return await result
 
 
 def score_of(result: Any) -> float:

@@ -1,0 +1,31 @@
+"""One event loop for every ``async def`` reward function that this process calls, from whatever thread.
+
+Locks, queues and clients of a function's module belong to the loop that first waited for them, so a loop per call would
+break them from the second call on. The loop has a thread of its own, because managers call functions from several.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import threading
+from typing import Any
+
+
+def finished(result: Any) -> Any:
+    """``result`` of a reward function; one that is awaitable is waited for."""
+    if not inspect.isawaitable(result):
+        return result
+    return asyncio.run_coroutine_threadsafe(awaited(result), _running_loop()).result()
+
+
+async def awaited(result: Any) -> Any:
+    return await result
+
+
+@functools.cache
+def _running_loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="reward-functions", daemon=True).start()
+    return loop
