@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.compiler import HAS_COMPILER, REASON, REMEDY, UNCOMPILED, builds_kernels
 from tests.left_out import LEFT_OUT
 from tests.parallel.preloaded import PRELOADED
 from tests.process_starters import runs_whole_jobs, starts_processes
@@ -19,7 +20,7 @@ from tests.process_starters import runs_whole_jobs, starts_processes
 ROOT = Path(__file__).resolve().parents[1]
 # Every process that a test starts inherits it, at any depth and whoever adopts it: that is how leftovers are found.
 TAG_NAME = "R1_ZERO_TEST_SESSION"
-LEFT_OUT_KEY = "left_out"
+LEFT_OUT_KEYS = {"left_out": LEFT_OUT, "uncompiled": UNCOMPILED}
 # Python's own helpers end by themselves with the process that started them. Ranks forked by the server of
 # tests/parallel/launcher.py carry its command line too, so only this process's own children count as helpers.
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
@@ -42,6 +43,14 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[TAG_NAME] = uuid.uuid4().hex
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the files that could not be imported without a compiler; everything else is pytest's own decision."""
+    if HAS_COMPILER or not builds_kernels(collection_path):
+        return None
+    config.stash.setdefault(UNCOMPILED, set()).add(collection_path.name)
+    return True
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the tests of files that start processes; where processes share the files, put the longest files first.
 
@@ -61,14 +70,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """Take over the names of the files that a process of pytest-xdist left out."""
-    node.config.stash.setdefault(LEFT_OUT, set()).update(node.workeroutput.get(LEFT_OUT_KEY, ()))
+    for name, key in LEFT_OUT_KEYS.items():
+        node.config.stash.setdefault(key, set()).update(getattr(node, "workeroutput", {}).get(name, ()))
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail the run when a process that it started still lives, and end that process."""
     if _is_worker(session.config):
-        session.config.workeroutput[LEFT_OUT_KEY] = sorted(session.config.stash.get(LEFT_OUT, ()))
+        for name, key in LEFT_OUT_KEYS.items():
+            session.config.workeroutput[name] = sorted(session.config.stash.get(key, ()))
         return
     left = leftover_processes(grace_s=5.0)
     if not left:
@@ -83,12 +94,17 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Report which device tests were left out."""
+    """Report what was left out for want of a tool: device tests, and tests of compiled kernels."""
     left_out = config.stash.get(LEFT_OUT, set())
     if left_out:
+        skipped = os.environ.get("DEVICE_TESTS_SKIPPED")  # tests/run.sh: why there is no simulated NPU
+        reason = skipped or "this environment has no simulated NPU; `bash tests/npu/run.sh` makes one and runs them"
+        terminalreporter.write_line(f"NOT COLLECTED: {len(left_out)} files of device tests in tests/npu: {reason}")
+    files = config.stash.get(UNCOMPILED, set())
+    tests = [report for report in terminalreporter.getreports("skipped") if REASON in str(report.longrepr)]
+    if files or tests:
         terminalreporter.write_line(
-            f"NOT COLLECTED: {len(left_out)} files of device tests in tests/npu, because this environment has no "
-            "simulated NPU. `bash tests/npu/run.sh` makes one and runs them."
+            f"LEFT OUT: {len(files)} files and {len(tests)} other tests, because there is no C++ compiler: {REMEDY}"
         )
 
 

@@ -8,7 +8,8 @@ usage: tests/run.sh [--quick | --all] [pytest arguments]
 
   (no option)  everything but the tests marked slow; this is what CI runs
   --quick      ruff, mypy and the tests whose files start no process
-  --all        slow tests too, and the default run's tests again on torch 2.5.1, the stack of CANN 8.2.RC1
+  --all        slow tests too, the default run's tests again on torch 2.5.1, the stack of CANN 8.2.RC1, and --quick on every
+               other Python of this machine (tests/pythons.sh)
 
 With pytest arguments the main suite runs them in one process, and the device tests are left to tests/npu/run.sh.
 CANN82_VENV_DIR  the environment of that stack (default: .venv-cann82 in the repository); 6 GiB on x86_64
@@ -34,8 +35,10 @@ export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 step() { echo "== $*"; }
 
 which=default
+case " $* " in
+    *" -h "* | *" --help "*) usage && exit 0 ;;
+esac
 case "${1:-}" in
-    -h | --help) usage && exit 0 ;;
     --quick | --all) which="${1#--}" && shift ;;
 esac
 workers=3
@@ -44,8 +47,9 @@ case "$which" in
     all) selected=(-m "" -rs) ;;
     default) selected=() ;;
 esac
-with_device_tests=no
+with_device_tests=no is_whole=no
 if [ $# -eq 0 ]; then
+    is_whole=yes
     set -- -n "${TEST_WORKERS:-$workers}" --dist loadfile --no-loadscope-reorder
     [ "$which" = quick ] || with_device_tests=yes
 fi
@@ -53,7 +57,15 @@ fi
 step "set-up"
 bash tools/setup_env.sh dev
 PY="$VENV_DIR/bin/python"
-[ "$with_device_tests" = no ] || env -u TORCH_DEVICE_BACKEND_AUTOLOAD bash tests/npu/run.sh --set-up
+if [ "$with_device_tests" = yes ]; then
+    # The last lines of the run say it once more (tests/conftest.py).
+    if DEVICE_TESTS_SKIPPED="$(env -u TORCH_DEVICE_BACKEND_AUTOLOAD bash tests/npu/run.sh --set-up)"; then
+        unset DEVICE_TESTS_SKIPPED
+    else
+        [ $? -eq 77 ] || { echo "$DEVICE_TESTS_SKIPPED" && exit 1; }
+        export DEVICE_TESTS_SKIPPED with_device_tests=no
+    fi
+fi
 
 step "ruff"
 "$PY" -m ruff check .
@@ -98,7 +110,7 @@ step "pytest"
 "$PY" -m pytest "${selected[@]}" "$@" || status=$?
 
 # What needs a newer torch is marked needs_torch and skipped here.
-if [ "$which" = all ] && [ "$with_device_tests" = yes ]; then
+if [ "$which" = all ] && [ "$is_whole" = yes ]; then
     step "pytest on torch 2.5.1 (STACK=cann82)"
     older="${CANN82_VENV_DIR:-$ROOT/.venv-cann82}"
     if STACK=cann82 VENV_DIR="$older" bash tools/setup_env.sh dev; then
@@ -107,5 +119,7 @@ if [ "$which" = all ] && [ "$with_device_tests" = yes ]; then
         echo "FAILED: no test ran on torch 2.5.1, because its environment could not be made (the lines above say why)"
         status=1
     fi
+    step "every other Python"
+    bash tests/pythons.sh || status=$?
 fi
 exit "$status"

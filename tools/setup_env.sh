@@ -187,7 +187,7 @@ choose_torch() {
     elif [ "$WITH_NPU" = yes ]; then
         die "$WANTS_CPU_BUILD"
     else
-        say "torch will be its build for CUDA, because pip finds no CPU build and TORCH_CPU_INDEX=$TORCH_CPU_INDEX has none that can be had: 5.5 GB instead of 1.8, and the device tests are skipped"
+        say "torch will be its build for CUDA, because pip finds no CPU build and TORCH_CPU_INDEX=$TORCH_CPU_INDEX has none that can be had: the environment takes 5.5 GB instead of 2.5, and the device tests are skipped"
     fi
 }
 

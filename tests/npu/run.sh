@@ -6,7 +6,7 @@ usage() {
     cat <<'TEXT'
 usage: tests/npu/run.sh [--set-up | pytest arguments]        (default: all of tests/npu)
 
---set-up makes the environment and the fake libraries and runs nothing.
+--set-up makes the environment and the fake libraries and runs nothing; where they cannot be made, its exit status is 77.
 
 Environment: VENV_DIR      the project's environment (default: .venv), made when missing
              NPU_VENV_DIR  the same with torch_npu over it (default: .venv-npu), made when missing
@@ -20,13 +20,15 @@ cd "$ROOT"
 export VENV_DIR="${VENV_DIR:-$ROOT/.venv}"
 export NPU_VENV_DIR="${NPU_VENV_DIR:-$ROOT/.venv-npu}"
 
-case "${1:-}" in
-    -h | --help) usage && exit 0 ;;
+first="${1:-}"
+case " $* " in
+    *" -h "* | *" --help "*) usage && exit 0 ;;
 esac
 
 skip() {
     echo "SKIPPED tests/npu: $*"
     [ "${NPU_TESTS:-}" != required ] || exit 1
+    [ "$first" != --set-up ] || exit 77
     exit 0
 }
 
@@ -38,10 +40,11 @@ done
 if ! [ -x "$VENV_DIR/bin/python" ] || compgen -G "$VENV_DIR/.stamp-*" >/dev/null; then
     bash tools/setup_env.sh dev
 fi
-bash tools/setup_env.sh simulator || skip "the environment with torch_npu could not be made (the lines above say why)"
+said="$(bash tools/setup_env.sh simulator 2>&1)" || skip "$said"
+echo "$said" >&2
 # shellcheck source=tests/npu/env.sh
 source tests/npu/env.sh
-[ "${1:-}" != --set-up ] || exit 0
+[ "$first" != --set-up ] || exit 0
 
 paths=(tests/npu)
 for argument in "$@"; do

@@ -8,9 +8,15 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+import venv
 import zipfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -31,13 +37,15 @@ def repo(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def wheel_of_torch(folder: Path, cuda: str | None) -> Path:
+def wheel_of_torch(folder: Path, cuda: str | None, version: str = "2.13.0") -> Path:
     """A wheel whose torch knows nothing but the CUDA that it was built for."""
-    folder.mkdir()
-    path, info = folder / "torch-2.13.0-py3-none-any.whl", "torch-2.13.0.dist-info"
+    folder.mkdir(parents=True, exist_ok=True)
+    path, info = folder / f"torch-{version}-py3-none-any.whl", f"torch-{version}.dist-info"
+    needs = "" if cuda is None else "Requires-Dist: nvidia-cudnn-cu13==9.20.0.48; python_version < '3'\n"
     with zipfile.ZipFile(path, "w") as wheel:
-        wheel.writestr("torch/__init__.py", f"class version: cuda = {cuda!r}\n")
-        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n")
+        wheel.writestr("torch/__init__.py", "")
+        wheel.writestr("torch/version.py", f"cuda = {cuda!r}\n")
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n{needs}")
         wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr(f"{info}/RECORD", "")
     return path
@@ -141,9 +149,101 @@ def test_a_machine_with_an_nvidia_driver_gets_torch_for_cuda_and_no_other(repo: 
         assert other.returncode == 0 and "is not used: STACK=cann82 is for NPUs" in other.stderr
 
 
+@pytest.fixture
+def indexes(tmp_path: Path) -> Iterator[str]:
+    """The address of package indexes; each is a folder in ``tmp_path / "served"``."""
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path / "served"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+FROM_CPU_INDEX, COSTS = "installing torch 2.13.0+cpu from http", "torch will be its build for CUDA"
+# What pip's own index and the one for CPUs have; the version that is installed, its CUDA, what is printed.
+# None: the index for CPUs accepts and never answers.
+BUILDS: dict[str, tuple[dict[str, str | None], list[str] | None, str, str, str]] = {
+    "beside PyPI's": ({"2.13.0": "13.0", "2.13.0+cpu": None}, None, "2.13.0+cpu", "", ""),
+    "under the plain name": ({"2.13.0": None}, None, "2.13.0", "", ""),
+    "beside a newer label": ({"2.13.0+cu130": "13.0", "2.13.0+cpu": None}, None, "2.13.0+cpu", "", ""),
+    "of the index for CPUs": ({"2.13.0": "13.0"}, ["2.13.0+cpu"], "2.13.0+cpu", "", FROM_CPU_INDEX),
+    "not in the index for CPUs": ({"2.13.0": "13.0"}, ["2.12.0+cpu"], "2.13.0", "13.0", COSTS),
+    "behind a wall": ({"2.13.0": "13.0"}, None, "2.13.0", "13.0", COSTS),
+    "another one is named": ({"2.13.0+cu130": "13.0"}, ["2.13.0+cpu"], "2.13.0+cu130", "13.0", COSTS),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", BUILDS)
+def test_without_a_gpu_torch_is_its_cpu_build_where_one_can_be_had(repo: Path, indexes: str, case: str) -> None:
+    if list(Path("/dev").glob("davinci[0-9]*")) or list(Path("/dev").glob("nvidia[0-9]*")):
+        pytest.skip("this machine has NPUs or GPUs")
+    found, of_cpu, version, cuda, printed = BUILDS[case]
+    (repo / "requirements/base.txt").write_text("torch==2.13.0\n", encoding="utf-8")
+    for name, build in found.items():
+        wheel_of_torch(repo / "served/pypi/torch", build, name)
+    for name in of_cpu or ():
+        wheel_of_torch(repo / "served/cpu/torch", None, name)
+    with socket.create_server(("127.0.0.1", 0)) as wall:
+        silent = f"http://127.0.0.1:{wall.getsockname()[1]}"
+        own = {
+            "PIP_CONFIG_FILE": os.devnull,
+            "PIP_FIND_LINKS": "",
+            "PIP_INDEX_URL": f"{indexes}/pypi",
+            "no_proxy": "127.0.0.1",
+        }
+        own["TORCH_CPU_INDEX"] = silent if of_cpu is None else f"{indexes}/cpu"
+        started = time.monotonic()
+        made = setup(repo, **own)
+        elapsed_s = time.monotonic() - started
+    assert made.returncode == 0, made.stderr
+    assert elapsed_s < 40  # pip alone would take minutes
+    shown = 'import importlib.metadata as m, torch.version as v; print(m.version("torch"), v.cuda or "")'
+    done = subprocess.run(
+        [repo / ".venv/bin/python", "-c", shown], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.split() == [version, cuda][: 1 + bool(cuda)]
+    lines = [line for line in made.stderr.splitlines() if " torch " in line]
+    assert len(lines) == bool(printed) and all(printed in line for line in lines), made.stderr
+    assert "is up to date" in setup(repo, **own).stderr
+
+
+@pytest.mark.slow
+def test_npus_get_no_torch_that_ends_torch_npu(repo: Path) -> None:
+    if list(Path("/dev").glob("nvidia[0-9]*")):
+        pytest.skip("this machine has GPUs")
+    (repo / "requirements/base.txt").write_text("torch==2.13.0\n", encoding="utf-8")
+    (repo / "bin").mkdir()
+    (repo / "bin/npu-smi").write_text("#!/bin/sh\n", encoding="utf-8")
+    (repo / "bin/npu-smi").chmod(0o755)
+    own = {"PATH": f"{repo / 'bin'}:{os.environ['PATH']}", "PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1"}
+    own |= {"PIP_FIND_LINKS": str(repo / "wheels"), "TORCH_CPU_INDEX": "no"}
+    wheel_of_torch(repo / "wheels", "13.0")
+    refused = setup(repo, **own)
+    assert refused.returncode == 1 and "torch_npu needs torch's CPU build" in refused.stderr
+    assert "put PIP_EXTRA_INDEX_URL=" in refused.stderr
+    assert not list(repo.glob(".venv/lib/*/site-packages/torch"))
+    wheel_of_torch(repo / "wheels", None, "2.13.0+cpu")
+    made = setup(repo, **own)
+    assert made.returncode == 0 and "installing the base layer of cann92 and torch_npu" in made.stderr, made.stderr
+
+
+def test_the_simulator_does_not_lie_over_a_torch_that_ends_torch_npu(repo: Path) -> None:
+    """torch_npu beside that torch aborts the process, so it is not imported to see."""
+    venv.create(repo / ".venv", symlinks=True)
+    [site] = (repo / ".venv/lib").glob("python*/site-packages")
+    (site / "torch").mkdir()
+    for cuda, expected in (("13.0", "torch_npu needs torch's CPU build"), (None, "installing torch_npu over")):
+        (site / "torch/__init__.py").write_text("raise AssertionError\n", encoding="utf-8")
+        (site / "torch/version.py").write_text(f"cuda = {cuda!r}\n", encoding="utf-8")
+        refused = setup(repo, "simulator")
+        assert refused.returncode == 1 and expected in refused.stderr
+        assert (repo / ".venv-npu").exists() == (cuda is None)
+
+
 def test_wrong_use_is_a_clear_error(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     unknown = setup(repo, "cuda")
-    assert unknown.returncode == 1 and "expected base, dev, simulator or command" in unknown.stderr
+    assert unknown.returncode == 1 and "expected base, dev, simulator, command or python" in unknown.stderr
     nothing = setup(repo, "command")
     assert nothing.returncode == 1 and "no environment in VENV_DIR" in nothing.stderr
     precious = tmp_path_factory.mktemp("home")

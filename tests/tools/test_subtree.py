@@ -180,6 +180,18 @@ def test_the_kinds_of_upstream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "wheel or sdist" in tool(root, "diff", "up", "--upstream", f"file://{tmp_path}/nothing", code=1)
 
 
+def test_no_file_of_an_archive_lands_outside_of_it(tmp_path: Path) -> None:
+    root = tmp_path / "repo"
+    write(root / "third_party/up.toml", MINIMAL + 'mirrored = ["a.py"]\n')
+    write(tmp_path / "a.py", "def f(x): ...\n")
+    for name in ("pkg-2/pkg/../../../a.py", "/tmp/a.py"):
+        member = tarfile.TarInfo(name)
+        with tarfile.open(tmp_path / "pkg-2.tar.gz", "w:gz") as sdist:
+            sdist.addfile(member)
+        shown = tool(root, "diff", "up", "--upstream", str(tmp_path / "pkg-2.tar.gz"), code=1)
+        assert f"{name!r}, which lies outside" in shown
+
+
 def test_import_records_the_api_and_rebase_of_our_own_code_only_reports(tmp_path: Path) -> None:
     up = upstream(tmp_path / "up")
     root = repository(tmp_path / "repo")

@@ -21,6 +21,7 @@ from vllm.ops.cpu.calls import Bfloat16Products
 from vllm.ops.cpu.compressed import CompressedWeight, is_worth_compressing
 from vllm.ops.cpu.table import best_products, cpu_table
 
+BUILDS_KERNELS = True  # when it is imported (tests/compiler.py)
 HAS_TILES = best_products() is Bfloat16Products.TILES
 needs_tiles = pytest.mark.skipif(not HAS_TILES, reason="only products by tiles (AMX) take compressed matrices")
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.vllm.test_cpu_ops import REFERENCE, TABLES, TOLERANCE, gap
 from vllm.ops.contract import DecodeMetadata, HeadNorms, KVCache, PrefillMetadata, RolloutOps
 
+BUILDS_KERNELS = True  # when it is imported (tests/compiler.py)
 CPU = torch.device("cpu")
 # Query heads, heads of keys and values, channels: of published models, and of none.
 SHAPES = [(16, 8, 128), (4, 4, 64), (12, 2, 80), (16, 1, 256), (30, 2, 24), (3, 1, 7)]

@@ -27,6 +27,7 @@ from vllm.platforms import resolve_platform
 from vllm.platforms.cpu import LARGE_PAGE_BYTES
 from vllm.v1.sample.rng import position_keys, splitmix64, vocab_keys
 
+BUILDS_KERNELS = True  # when it is imported (tests/compiler.py)
 REFERENCE = reference_ops()
 WIDENED, DOT = cpu_table(Bfloat16Products.WIDENED), cpu_table(Bfloat16Products.DOT)
 # Pairs are emulated where the processor has no instructions for them; tiles are not.

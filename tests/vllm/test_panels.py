@@ -18,6 +18,7 @@ from vllm.ops.cpu.calls import Bfloat16Products
 from vllm.ops.cpu.panels import PanelWeight, is_worth_panels
 from vllm.ops.cpu.table import cpu_table
 
+BUILDS_KERNELS = True  # when it is imported (tests/compiler.py)
 TABLES = {products.name: cpu_table(products) for products in (Bfloat16Products.DOT, Bfloat16Products.WIDENED)}
 LARGE = {"vocab_size": 640, "hidden_size": 512, "intermediate_size": 512, "moe_intermediate_size": 160, "head_dim": 64}
 

@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+import vllm.utils
 from tests.parallel.launcher import run_ranks
 from tests.vllm.test_parity import as_inputs, make_prompts
 from tests.vllm.text_model import VOCAB_SIZE, write_text_checkpoint
 from tests.vllm.tiny import TINY, random_weights, write_checkpoint
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.sampling_params import RequestOutputKind
+from vllm.utils import frozen_gc_heap
 from vllm.v1.engine.request_codec import decode, encode
 
 SIZES: dict[str, Any] = {"max_model_len": 80, "max_num_seqs": 4, "max_num_batched_tokens": 24, "block_size": 4}
@@ -151,6 +153,19 @@ def test_no_step_waits_for_a_walk_over_all_objects_of_the_process(llm: LLM) -> N
     frozen: list[int] = []
     llm.generate(PROMPTS[:2], SamplingParams(max_tokens=2), on_output=lambda _: frozen.append(gc.get_freeze_count()))
     assert len(frozen) == 2 and all(frozen) and gc.get_freeze_count() == 0
+
+
+def test_the_heap_is_frozen_where_python_starts_with_frozen_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.freeze()
+    of_python = gc.get_freeze_count()
+    monkeypatch.setattr(vllm.utils, "_FROZEN_AT_START", of_python)
+    made_since = [[number] for number in range(64)]
+    with frozen_gc_heap():
+        assert gc.get_freeze_count() >= of_python + len(made_since)
+        with frozen_gc_heap():
+            pass
+        assert gc.get_freeze_count() > of_python  # the outer one ends it
+    assert gc.get_freeze_count() == 0
 
 
 def gone_on_with(llm: LLM, other: LLM, limit: dict[str, Any]) -> tuple[list[RequestOutput], int]:

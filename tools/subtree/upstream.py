@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import re
 import shutil
+import tarfile
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -71,12 +72,27 @@ def _tree(manifest: Manifest, spec: str | None, version: str, scratch: Path) -> 
         if path.suffix in (".whl", ".zip"):
             shutil.unpack_archive(path, scratch, format="zip")
         else:
-            shutil.unpack_archive(path, scratch, filter="data")
+            _unpack_tar(path, scratch)
         return scratch, path.name
     else:
         return _installed(spec, manifest)
     commit = resolve(git, version, spec or manifest.url)
     return export(git, commit, scratch), f"{spec or manifest.url} at {version} ({commit[:12]})"
+
+
+def _unpack_tar(archive: Path, target: Path) -> None:
+    """Write the plain files of a tar archive below ``target``, no links. tarfile's filters came with Python 3.11.4."""
+    with tarfile.open(archive) as tar:
+        for member in tar:
+            path = target / member.name
+            if ".." in path.parts or Path(member.name).is_absolute():
+                raise ValueError(
+                    f"{archive} has {member.name!r}, which lies outside of the archive: it is not unpacked"
+                )
+            content = tar.extractfile(member) if member.isfile() else None
+            if content is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content.read())
 
 
 def _inside(tree: Path, manifest: Manifest, source: str) -> Path:

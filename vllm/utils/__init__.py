@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 HAS_NO_STREAM = ("cpu", "meta")  # devices to which a copy waits for nothing
+_FROZEN_AT_START = gc.get_freeze_count()  # Python 3.12 freezes a few hundred objects of its own
 
 
 def async_tensor_h2d(array: np.ndarray, device: torch.device) -> Tensor:
@@ -29,7 +30,7 @@ def frozen_gc_heap() -> Iterator[None]:
     """Inside, Python's collector looks at new objects only: a walk over all that a process has would stop a step for
     tenths of a second. (vllm.utils.gc_utils.freeze_gc_heap)
     """
-    is_ours = gc.get_freeze_count() == 0
+    is_ours = gc.get_freeze_count() <= _FROZEN_AT_START
     if is_ours:
         gc.freeze()
     try:
