@@ -7,6 +7,7 @@ import math
 import pickle
 import struct
 import zipfile
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,10 @@ from typing import Any
 import torch
 
 from hf_formats.file_region import FileReader, FileRegion
+from hf_formats.listed_pickle import Names, load_listed
 
+# What zipfile raises: RuntimeError where content is said to be encrypted, NotImplementedError for an unknown packing.
+_NO_ARCHIVE = (zipfile.BadZipFile, zlib.error, StopIteration, KeyError, EOFError, RuntimeError, NotImplementedError)
 _LOCAL_HEADER_BYTES = 30  # of a zip entry; its last two fields are the lengths of what follows, before the data
 
 
@@ -58,38 +62,29 @@ def saved_content(reader: FileReader, name: str, file: Path, span: tuple[int, in
     try:
         with zipfile.ZipFile(_Window(reader, name, file, start, stop)) as archive:
             root = next(entry for entry in archive.namelist() if entry.endswith("/data.pkl")).removesuffix("data.pkl")
-            return _Unpickler(io.BytesIO(archive.read(f"{root}data.pkl")), region).load()
-    except (zipfile.BadZipFile, pickle.UnpicklingError, StopIteration, KeyError, EOFError) as error:
+            return _load(io.BytesIO(archive.read(f"{root}data.pkl")), region)
+    except (pickle.UnpicklingError, *_NO_ARCHIVE) as error:
         raise ValueError(f"{file}: bytes {start} to {stop} are no tensor that torch.save wrote: {error}") from error
 
 
-class _Unpickler(pickle.Unpickler):
-    """Passes every tensor's description (storage, dtype, first element, size, stride) to ``region``."""
+_STORAGES = {name: getattr(kind, "_dtype", None) for name, kind in vars(torch).items() if name.endswith("Storage")}
+_PLAIN: Names = {
+    ("collections", "OrderedDict"): OrderedDict,
+    ("torch.storage", "UntypedStorage"): torch.uint8,
+    ("torch._utils", "_rebuild_parameter"): lambda tensor, *_: tensor,
+    **{("torch", name): found for name, found in vars(torch).items() if isinstance(found, torch.dtype)},
+    **{("torch", name): dtype for name, dtype in _STORAGES.items() if dtype is not None},
+}
 
-    def __init__(self, stream: io.BytesIO, region: Callable[..., Any]) -> None:
-        super().__init__(stream)
-        self._region = region
 
-    def persistent_load(self, pid: Any) -> tuple[str, torch.dtype]:
-        return str(pid[2]), pid[1]
-
-    def find_class(self, module: str, name: str) -> Any:
-        found = getattr(torch, name, None)
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return lambda storage, *view: self._region(*storage, *view[:3])
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v3"):  # the dtype is beside a storage without one
-            return lambda storage, *view: self._region(storage[0], view[5], *view[:3])
-        if (module, name) == ("torch._utils", "_rebuild_parameter"):
-            return lambda tensor, *_: tensor
-        if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
-        if (module, name) == ("torch.storage", "UntypedStorage"):
-            return torch.uint8
-        if module == "torch" and isinstance(found, torch.dtype):
-            return found
-        if module == "torch" and name.endswith("Storage") and found is not None:
-            return found._dtype
-        raise pickle.UnpicklingError(f"it refers to {module}.{name}, which a plain tensor does not")
+def _load(stream: io.BytesIO, region: Callable[..., Any]) -> Any:
+    """Pass every tensor's description (storage, dtype, first element, size, stride) to ``region``."""
+    rebuild: Names = {
+        ("torch._utils", "_rebuild_tensor_v2"): lambda storage, *view: region(*storage, *view[:3]),
+        # v3: the dtype is beside a storage without one
+        ("torch._utils", "_rebuild_tensor_v3"): lambda storage, *view: region(storage[0], view[5], *view[:3]),
+    }
+    return load_listed(stream, _PLAIN | rebuild, "a plain tensor", lambda pid: (str(pid[2]), pid[1]))
 
 
 class _Window(io.RawIOBase):

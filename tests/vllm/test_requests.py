@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import pickle
 import random
 from dataclasses import replace
@@ -21,6 +22,8 @@ from vllm import LLM, RequestOutput, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.utils import frozen_gc_heap
 from vllm.v1.engine.request_codec import decode, encode
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.sample.extras import SamplingExtras
 
 SIZES: dict[str, Any] = {"max_model_len": 80, "max_num_seqs": 4, "max_num_batched_tokens": 24, "block_size": 4}
 PROMPTS = as_inputs(make_prompts(7, 20, seed=3))
@@ -336,6 +339,28 @@ def test_requests_go_on_over_the_cache_that_other_weights_left(tmp_path: Path) -
 
 
 def test_bytes_of_anything_but_requests_are_refused() -> None:
-    content = np.frombuffer(pickle.dumps(Path("x")), dtype=np.uint8)
-    with pytest.raises(pickle.UnpicklingError, match="Path is no part of an unfinished request"):
-        decode(content)
+    for held, problem in (
+        (Path("x"), "Path is no part of an unfinished request"),
+        (getattr, "no list of requests"),
+        ([1], "no list"),
+    ):
+        with pytest.raises(pickle.UnpicklingError, match=problem):
+            decode(np.frombuffer(pickle.dumps(held), dtype=np.uint8))
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_requests_that_another_python_saved_are_read(protocol: int) -> None:
+    """Python 3.11.0 to 3.11.4 name a member of an enum by getattr, all others call the enum."""
+    request = Request("1", [1, 2], max_tokens=3, stop_ids=frozenset({7}), extras=SamplingExtras(stop=("x",)))
+    request.status = RequestStatus.PREEMPTED
+    for reduced in ((getattr, (RequestStatus, "PREEMPTED")), (RequestStatus, ("preempted",))):
+
+        class Older(pickle.Pickler):
+            def reducer_override(self, obj: Any, reduced: Any = reduced) -> Any:
+                return reduced if isinstance(obj, RequestStatus) else NotImplemented
+
+        content = io.BytesIO()
+        Older(content, protocol).dump([request])
+        [found] = decode(np.frombuffer(content.getvalue(), dtype=np.uint8))
+        assert found.status is RequestStatus.PREEMPTED
+        assert (found.token_ids, found.stop_ids, found.extras) == ([1, 2], {7}, request.extras)

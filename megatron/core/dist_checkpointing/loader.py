@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing.manifest import Manifest, file_problems, r
 from megatron.core.dist_checkpointing.mapping import Shard
 from megatron.core.dist_checkpointing.random_states import get_random_states, seed_from_states, set_random_states
 from megatron.core.dist_checkpointing.ranks import Ranks
+from megatron.core.dist_checkpointing.saved_tensors import read_metadata
 from megatron.core.dist_checkpointing.sharded_state import random_state_shards, training_shards
 from megatron.core.optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -61,7 +62,7 @@ def load_checkpoint(
     common = read_common(source)
     shards = training_shards(model, optimizer, ranks)
     reader = dcp.FileSystemReader(source)
-    metadata = reader.read_metadata()
+    metadata = read_metadata(source)
     found = ranks.together("compare", lambda: (_problems(shards, metadata), {s.key for s in shards}))
     _check(source, [problem for own, _ in found for problem in own])
     _warn_of_unread(source, metadata, {key for _, keys in found for key in keys}, ranks)

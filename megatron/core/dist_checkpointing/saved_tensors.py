@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import collections
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch.distributed._shard.sharded_tensor import metadata as sharded_metadata
+from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from hf_formats.listed_pickle import PATHS, load_listed
 
 METADATA = ".metadata"
 
-_CLASSES = {
-    "torch.distributed.checkpoint.metadata": {
+_MODULES = {
+    metadata: (
         "BytesStorageMetadata",
         "ChunkStorageMetadata",
         "Metadata",
@@ -24,12 +28,18 @@ _CLASSES = {
         "TensorProperties",
         "TensorStorageMetadata",
         "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size"},
-    "collections": {"OrderedDict"},
-    "pathlib": {"PosixPath"},
+    ),
+    sharded_metadata: ("MEM_FORMAT_ENCODING", "TensorProperties"),  # of torch before 2.3
+    filesystem: ("_StorageInfo",),
+    torch.serialization: ("_get_layout",),
+    torch: ("Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))),
+    collections: ("OrderedDict",),
+}
+_NAMES = PATHS | {
+    (module.__name__, name): getattr(module, name)
+    for module, names in _MODULES.items()
+    for name in names
+    if hasattr(module, name)
 }
 
 
@@ -65,12 +75,12 @@ class SavedTensor:
 
 def saved_tensors(directory: Path) -> Mapping[str, SavedTensor]:
     """Every tensor by its key, from ``.metadata``; ``ValueError`` when that is missing or unreadable."""
-    metadata = read_metadata(directory)
+    found = read_metadata(directory)
     try:
-        tensors = {key: t for key, t in metadata.state_dict_metadata.items() if isinstance(t, TensorStorageMetadata)}
+        tensors = {key: t for key, t in found.state_dict_metadata.items() if isinstance(t, TensorStorageMetadata)}
         sizes = {key: {chunk.offsets: chunk.sizes for chunk in tensor.chunks} for key, tensor in tensors.items()}
         chunks: dict[str, list[SavedChunk]] = {key: [] for key in tensors}
-        for index, info in metadata.storage_data.items():
+        for index, info in found.storage_data.items():
             if index.fqn not in tensors:
                 continue
             if getattr(info, "transform_descriptors", None):
@@ -95,19 +105,11 @@ def read_metadata(directory: Path) -> Metadata:
     path = directory / METADATA
     try:
         with path.open("rb") as file:
-            metadata = _MetadataUnpickler(file).load()
+            found = load_listed(file, _NAMES, "a distributed checkpoint's metadata")
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist: {directory} holds no distributed checkpoint") from None
-    except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+    except pickle.UnpicklingError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-    if not isinstance(metadata, Metadata):
-        raise ValueError(f"{path} holds a {type(metadata).__name__}, not the metadata of a distributed checkpoint")
-    return metadata
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or name in _CLASSES.get(module, ()):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it refers to {module}.{name}, which no such file does")
+    if not isinstance(found, Metadata):
+        raise ValueError(f"{path} holds a {type(found).__name__}, not the metadata of a distributed checkpoint")
+    return found

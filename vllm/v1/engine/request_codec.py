@@ -5,25 +5,17 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
+from hf_formats.listed_pickle import load_listed
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.sample.extras import SamplingExtras
 
-_CLASSES = {one.__name__: one for one in (Request, RequestStatus, SamplingExtras, IncrementalDetokenizer)}
-
-
-class _RequestUnpickler(pickle.Unpickler):
-    """Makes requests and nothing else, whatever bytes a file holds."""
-
-    def find_class(self, module_name: str, global_name: str) -> Any:
-        found = _CLASSES.get(global_name)
-        if found is None or found.__module__ != module_name:
-            raise pickle.UnpicklingError(f"{module_name}.{global_name} is no part of an unfinished request")
-        return found
+_NAMES = {
+    (one.__module__, one.__name__): one for one in (Request, RequestStatus, SamplingExtras, IncrementalDetokenizer)
+}
 
 
 def encode(requests: Sequence[Request]) -> np.ndarray:
@@ -32,5 +24,8 @@ def encode(requests: Sequence[Request]) -> np.ndarray:
 
 
 def decode(content: np.ndarray) -> list[Request]:
-    requests: list[Request] = _RequestUnpickler(io.BytesIO(content.tobytes())).load()
+    """The inverse of ``encode``; it makes requests and nothing else: UnpicklingError when the bytes hold more."""
+    requests: list[Request] = load_listed(io.BytesIO(content.tobytes()), _NAMES, "an unfinished request")
+    if not isinstance(requests, list) or not all(isinstance(request, Request) for request in requests):
+        raise pickle.UnpicklingError("what should be unfinished requests is no list of requests")
     return requests
