@@ -25,7 +25,12 @@ EXIT_BAD_INPUT = 2
 _TOLERANCE = 1e-9
 SHOWN = 20  # differing lines that are printed without --all
 _JOB = ("data_source", "response", "ground_truth", "extra_info")  # what a grader is given
-_FIELDS = dict.fromkeys(("data_source", "response", "ground_truth", "status", "uid"), str) | {
+_FIELDS = {
+    "data_source": str,
+    "response": str,
+    "ground_truth": object,
+    "status": str,
+    "uid": str,
     "extra_info": dict,
     "grader": dict,
     "parts": dict,
@@ -61,7 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
-    results = regrade(lines, given, num_workers=args.workers, timeout_s=args.timeout)
+    results = regrade(
+        lines, given, num_workers=args.workers, timeout_s=args.timeout, memory_limit_mb=args.memory_limit_mb
+    )
     return print_differences(lines, results, most=len(lines) if args.all else SHOWN)
 
 
@@ -77,13 +84,18 @@ def read_ledgers(paths: Sequence[Path]) -> Iterator[Line]:
 
 
 def regrade(
-    lines: Sequence[Line], function: RewardFunctionSpec | None, *, num_workers: int, timeout_s: float
+    lines: Sequence[Line],
+    function: RewardFunctionSpec | None,
+    *,
+    num_workers: int,
+    timeout_s: float,
+    memory_limit_mb: int = 0,
 ) -> list[ScoringResult]:
     """A result for each line, by ``function`` or, without one, by that of each line."""
     results: dict[int, ScoringResult] = {}
     for grader in _distinct(lines, function):
         chosen = [number for number, line in enumerate(lines) if function or line.grader == grader]
-        pool = ScoringPool(grader, num_workers=num_workers, timeout_s=timeout_s)
+        pool = ScoringPool(grader, num_workers=num_workers, timeout_s=timeout_s, memory_limit_mb=memory_limit_mb)
         try:
             futures = pool.submit([lines[number].job for number in chosen])
             results |= {number: future.result() for number, future in zip(chosen, futures, strict=True)}
@@ -150,6 +162,8 @@ def _check_options(args: argparse.Namespace) -> None:
         raise ValueError(f"--kwargs {args.kwargs} is not JSON: {error}") from error
     if not isinstance(args.kwargs, dict):
         raise ValueError(f'--kwargs {args.kwargs}: expected an object, as {{"scale": 2}}')
+    if args.memory_limit_mb < 0:
+        raise ValueError(f"--memory-limit-mb {args.memory_limit_mb}: expected MiB, or 0 for no limit")
     if args.workers < 1 or not args.timeout > 0:
         raise ValueError(f"--workers {args.workers} --timeout {args.timeout:g}: expected at least 1, and above 0")
 
@@ -182,6 +196,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--all", action="store_true", help=f"print every line that differs, not the first {SHOWN}")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=10.0, help="seconds of one call")
+    parser.add_argument("--memory-limit-mb", type=int, default=16384, help="MiB of each grader; 0 sets no limit")
     return parser
 
 

@@ -89,7 +89,11 @@ def test_the_sections_are_sections_and_each_key_exists() -> None:
             if spec.path.endswith("code_answers.py"):
                 assert Path(spec.path).is_file()
     keys = sorted(set(re.findall(r"`(reward_model\.[a-z_]+)", PAGE)))
-    values = {"reward_model.ledger": "off", "reward_model.reward_manager": "naive"}
+    values = {
+        "reward_model.ledger": "off",
+        "reward_model.reward_manager": "naive",
+        "reward_model.max_ungraded_ratio": 1,
+    }
     problems = validate_config(load_config([f"{key}={values.get(key, 3)}" for key in keys]))
     assert keys and not [problem for problem in problems if "reward_model" in problem]
     assert all(f"`{source}`" in PAGE for source in DEFAULT_SOURCES)

@@ -37,6 +37,11 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, **kwargs)
         time.sleep(600)
     if solution_str == "sleep":
         time.sleep(600)
+    if solution_str == "memory":
+        return float(len(bytearray(1 << 40)))
+    if solution_str == "abort":
+        os.write(2, b"terminate called after throwing an instance of 'std::bad_alloc'")
+        os.abort()
     print("graded", solution_str)
     return float(extra_info.get("value", 1.0))
 """
@@ -88,6 +93,60 @@ def test_close_does_not_wait_for_an_answer_that_hangs(function: str, tmp_path: P
     assert _has_ended(grandchild), "what an answer started ends with its grader"
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+def test_a_grader_that_does_not_read_times_out_and_holds_up_no_close(function: str) -> None:
+    """A request of more than a pipe's 64 KiB waits to be read."""
+    pool = ScoringPool(RewardFunctionSpec(function, "compute_score"), num_workers=1, timeout_s=2.0)
+    pool.submit([_job("good")])[0].result()
+
+    def stop() -> None:
+        [grader] = [one for one in psutil.Process().children() if "scoring_worker" in " ".join(one.cmdline())]
+        grader.suspend()
+
+    stop()
+    result = pool.submit([_job("x" * (1 << 20))])[0].result(timeout=20)
+    assert (result.status, result.error) == ("timeout", "took more than 2 s")
+    assert pool.submit([_job("y" * (1 << 20))])[0].result(timeout=20).is_graded
+    stop()
+    hanging = pool.submit([_job("z" * (1 << 20))])[0]
+    time.sleep(0.2)
+    start = time.monotonic()
+    pool.close()
+    assert time.monotonic() - start < 1.5
+    with pytest.raises(CancelledError):
+        hanging.result(timeout=0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+def test_the_limit_on_memory_is_named_where_a_grader_runs_into_it(function: str) -> None:
+    """2 GiB are not enough for this function's array, or for torch; without a limit the array is refused by the OS."""
+    pool = ScoringPool(
+        RewardFunctionSpec(function, "compute_score"), num_workers=1, timeout_s=10.0, memory_limit_mb=2048
+    )
+    results = [future.result() for future in pool.submit([_job("memory"), _job("abort"), _job("good"), _job("nan")])]
+    pool.close()
+    limit = "(a scoring process may use 2048 MiB of address space: raise reward_model.memory_limit_mb, 0 sets no limit)"
+    assert results[0].error == f"MemoryError:  {limit}"
+    assert results[1].error == f"ended its process: signal SIGABRT {limit}"
+    assert results[2].is_graded and "MiB" not in results[3].error
+    Path(function).write_text(
+        "import resource\n\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+    )
+    with Path(function).open("a") as file:
+        file.write("    return float(resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY)\n")
+    pool = ScoringPool(RewardFunctionSpec(function, "compute_score"), num_workers=1, timeout_s=10.0, memory_limit_mb=0)
+    assert pool.submit([_job("any")])[0].result().parts["score"] == 1.0
+    pool.close()
+
+
+LIMITLESS = """
+import resource
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return float(resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY)
+"""
 DRIVER = """
 import sys
 from verl.utils.reward_score.scoring_pool import ScoringJob, ScoringPool

@@ -15,6 +15,7 @@ from verl.trainer.config import load_config
 from verl.trainer.config.override_text import override
 from verl.trainer.ppo.reward_ledger import RewardLedger
 from verl.trainer.ppo.schedules.generation import validation_meta
+from verl.trainer.ppo.ungraded import UngradedLimit
 from verl.trainer.ppo.validation import Validator
 from verl.workers.reward_manager import Scores
 
@@ -44,7 +45,9 @@ def validator(tmp_path: Path, *overrides: str) -> tuple[Validator, Answers]:
     answers = Answers()
     ledger = RewardLedger(config.trainer.report_dir, "off")
     sets: Any = {"": rows}
-    return Validator(config, sets, answers.generate, answers, ledger, lambda rows, step: None), answers  # type: ignore[arg-type]
+    limit = UngradedLimit(config.reward_model.max_ungraded_ratio, 1)
+    shown: Any = lambda rows, step: None  # noqa: E731
+    return Validator(config, sets, answers.generate, answers, ledger, limit, shown), answers  # type: ignore[arg-type]
 
 
 def test_greedy_answers_are_a_set_of_their_own(tmp_path: Path) -> None:

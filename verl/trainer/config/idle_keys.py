@@ -293,7 +293,10 @@ _RUN = (
         _has_no_penalty,
     ),
     IdleRule(
-        tuple(f"reward_model.{key}" for key in ("num_workers", "timeout_s", "batch_size", "max_concurrent")),
+        tuple(
+            f"reward_model.{key}"
+            for key in ("num_workers", "timeout_s", "batch_size", "max_concurrent", "memory_limit_mb")
+        ),
         "the reward manager scores in a process of its own",
         lambda c: not c.reward_model.is_pooled,
     ),

@@ -46,6 +46,7 @@ from verl.trainer.ppo.step_functions import apply_kl_penalty, compute_advantage,
 from verl.trainer.ppo.step_profiles import StepProfiles
 from verl.trainer.ppo.step_timeline import StepTimeline
 from verl.trainer.ppo.stop_request import StopRequest, TrainingInterruptedError
+from verl.trainer.ppo.ungraded import UngradedLimit
 from verl.trainer.ppo.utils import Role, WorkerType
 from verl.trainer.ppo.validation import Validator
 from verl.utils.dataset import PromptItems, ResumableLoader
@@ -53,7 +54,7 @@ from verl.utils.dataset.creation import create_rl_dataset, create_rl_sampler
 from verl.utils.device import op_tables_text, resolve_device
 from verl.utils.partitions import balanced_order
 from verl.utils.tracking import Tracking
-from verl.workers.reward_manager import PendingScores, PooledRewardManager
+from verl.workers.reward_manager import PendingScores, PooledRewardManager, Scores
 from verl.workers.row_store import worker_batch
 
 if TYPE_CHECKING:
@@ -125,6 +126,8 @@ class RayPPOTrainer:
         self.rollout_workers: Any = None  # those that only generate
         self.tracking: Tracking | None = None
         self.reward_ledger = RewardLedger(config.trainer.report_dir, config.reward_model.ledger)
+        samples_per_step = data.train_batch_size * config.actor_rollout_ref.rollout.n
+        self.ungraded_limit = UngradedLimit(config.reward_model.max_ungraded_ratio, samples_per_step)
 
     def init_workers(self) -> None:
         """Starts one process per device and builds the models in it."""
@@ -160,6 +163,7 @@ class RayPPOTrainer:
             self.source.generate,
             self.reward_fn,
             self.reward_ledger,
+            self.ungraded_limit,
             self._show_generations,
         )
         self.timeline = StepTimeline(trainer.report_dir, trainer.timeline_freq, self._groups())
@@ -195,10 +199,9 @@ class RayPPOTrainer:
         """How the source grades and filters groups, with dynamic sampling."""
         if not self.config.algorithm.filter_groups.enable:
             return None
-        buffer = self.config.reward_model.overlong
         return Grading(
             start=lambda batch: self.reward_fn.start(batch),
-            add=lambda batch, scores: add_scores(batch, scores, buffer),
+            add=self._take_scores,
             record=self.reward_ledger.add,
             keeps=group_filter(self.config),
         )
@@ -360,7 +363,16 @@ class RayPPOTrainer:
         if scoring is not None:
             scores = scoring.result()
             self.reward_ledger.add(scores.samples)
-            add_scores(batch, scores, self.config.reward_model.overlong)
+            self._take_scores(batch, scores)
+
+    def _take_scores(self, batch: DataProto, scores: Scores) -> None:
+        """Adds scores to their batch; ValueError when too many samples of a step have none, which the ledger shows."""
+        try:
+            self.ungraded_limit.add(scores.samples)
+        except ValueError:
+            self.reward_ledger.write(self.global_step)
+            raise
+        add_scores(batch, scores, self.config.reward_model.overlong)
 
     def _apply_kl(self, batch: DataProto) -> dict[str, float]:
         if not self.config.algorithm.use_kl_in_reward:

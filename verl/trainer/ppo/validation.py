@@ -18,6 +18,7 @@ from verl.trainer.ppo.metric_utils import compute_set_metrics, compute_validatio
 from verl.trainer.ppo.reward_ledger import RewardLedger
 from verl.trainer.ppo.reward_process import RegisteredRewardManager
 from verl.trainer.ppo.schedules.generation import sampling_seeds
+from verl.trainer.ppo.ungraded import UngradedLimit
 from verl.utils.dataset import PromptItems, collate_fn
 from verl.workers.reward_manager import PooledRewardManager, Scores
 
@@ -39,6 +40,7 @@ class Validator:
     generate: Callable[[int, DataProto, bool], DataProto]
     reward_fn: PooledRewardManager | RegisteredRewardManager
     ledger: RewardLedger
+    ungraded_limit: UngradedLimit
     show: Callable[[Sequence[Sequence[Any]], int], None]
 
     def run(self, step: int, timing: dict[str, float]) -> dict[str, float]:
@@ -59,6 +61,7 @@ class Validator:
         for item in scores:
             self.ledger.add(item.samples)
         self.ledger.write(step, is_validation=True)
+        self.ungraded_limit.check([sample for item in scores for sample in item.samples], "a validation")
         parts = _joined_parts(scores)
         self._write_transcripts(step, outputs, [text for item in scores for text in item.responses], parts)
         sources, sets = (

@@ -1,6 +1,6 @@
 """Reward for Python programs: the last code block of an answer, run against tests in the sandbox.
 
-``ground_truth`` is JSON (the keys are verl's, as of APPS, TACO and LeetCode rows):
+``ground_truth`` is JSON text or a dict (the keys are verl's, as of APPS, TACO and LeetCode rows):
 
 - ``{"inputs": [text, ...], "outputs": [text, ...]}``: the program reads an input and prints its output. Trailing spaces
   of lines and trailing empty lines do not count.
@@ -55,7 +55,7 @@ class _Test:
 def compute_score(
     data_source: str,
     solution_str: str,
-    ground_truth: str,
+    ground_truth: str | dict[str, Any],
     extra_info: dict[str, Any] | None = None,
     *,
     test_s: float = 4.0,
@@ -131,9 +131,9 @@ def _run(program: str, test: _Test, limits: SandboxLimits) -> tuple[bool, str]:
     return is_right, "ok" if is_right else "wrong"
 
 
-def _tests(ground_truth: str) -> Iterator[_Test]:
+def _tests(ground_truth: str | dict[str, Any]) -> Iterator[_Test]:
     try:
-        truth = json.loads(ground_truth)
+        truth = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
     except json.JSONDecodeError as error:
         raise ValueError(f"ground_truth of a code problem is not JSON: {error}") from error
     if not isinstance(truth, dict) or not (truth.get("inputs") or truth.get("asserts")):

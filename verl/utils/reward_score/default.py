@@ -29,7 +29,7 @@ def runs_programs(data_source: str) -> bool:
 def default_compute_score(
     data_source: str,
     solution_str: str,
-    ground_truth: str,
+    ground_truth: Any,
     extra_info: dict[str, Any] | None = None,
     sandbox_fusion_url: str | None = None,
     concurrent_semaphore: Any = None,
@@ -60,6 +60,7 @@ def default_compute_score(
 
         limits: dict[str, Any] = {} if memory_limit_mb is None else {"memory_mb": memory_limit_mb}
         return code_answers.compute_score(data_source, solution_str, ground_truth, extra_info, **limits, **kwargs)
+    ground_truth = str(ground_truth)  # a data set may have an answer as a number
     if _is_in(data_source, GSM8K_SOURCES):
         from verl.utils.reward_score import gsm8k
 

@@ -25,11 +25,11 @@ _GRADE_BYTES = 2048  # a future and its result, without the texts
 
 @dataclass(frozen=True)
 class ScoringJob:
-    """One answer to grade; ``extra_info`` must be JSON."""
+    """One answer to grade; ``ground_truth`` and ``extra_info`` must be JSON, in which 1, 1.0, true and "1" differ."""
 
     data_source: str
     solution_str: str
-    ground_truth: str
+    ground_truth: Any
     extra_info: dict[str, Any]
 
     @property
@@ -130,6 +130,7 @@ class ScoringPool:
         timeout_s: seconds that one call may take, after which its process is killed and replaced. The answers of a call
             for several are then graded one by one, and one that takes too long again counts as timed out.
         batch_size, max_concurrent: the most answers in one call of a batched function, and of an async one.
+        memory_limit_mb: MiB of address space of each process; 0 sets no limit.
     """
 
     def __init__(
@@ -141,6 +142,7 @@ class ScoringPool:
         timeout_s: float,
         batch_size: int = 64,
         max_concurrent: int = 16,
+        memory_limit_mb: int = 0,
     ) -> None:
         self._default = function
         self._by_source = dict(by_source or {})
@@ -149,6 +151,7 @@ class ScoringPool:
             self._number_of(named)
         self._timeout_s = timeout_s
         self._batch_size, self._max_concurrent = batch_size, max_concurrent
+        self._memory_limit_mb = memory_limit_mb
         self._closed_read, self._closed_write = os.pipe()  # readable, for every waiting thread, once the pool closes
         self._waiting: deque[_Entry] = deque()
         self._changed = threading.Condition()
@@ -206,7 +209,9 @@ class ScoringPool:
                 if process is not None and not self._suits(process, first):
                     process.kill()
                     process = None
-                process = process or ScoringProcess(self._functions, self._timeout_s, self._closed_read)
+                process = process or ScoringProcess(
+                    self._functions, self._timeout_s, self._closed_read, self._memory_limit_mb
+                )
                 entries += self._companions(first, process)
                 results = self._score(process, entries)
             except PoolClosed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import select
 import signal
 import subprocess
@@ -22,6 +23,13 @@ logger = logging.getLogger(__name__)
 
 _START_LIMIT_S = 180.0
 _ASYNC_GRACE_S = 1.0  # an async call ends its own samples at the limit; what then still blocks is ended from outside
+_PIPE_BYTES = 1 << 16  # that a pipe takes at once
+_KILL_S = 30.0  # from SIGKILL to the end of a process, which a driver or a disk may hold for a while
+# What Python, libc, C++, torch and the dynamic linker write when they cannot have memory.
+_NO_MEMORY = re.compile(
+    r"MemoryError|bad_alloc|[Cc]annot allocate memory|can't allocate memory|[Nn]ot enough memory|out of memory|"
+    r"failed to map segment|Unable to allocate|unable to mmap|can't start new thread"
+)
 _EXIT_S = 0.5  # from the end of a process's output to its exit
 _ROOT = Path(__file__).resolve().parents[3]
 
@@ -37,6 +45,7 @@ class ScoringProcess:
         functions: the functions that it loads; a call names one by its index.
         timeout_s: seconds that one call may take.
         closed: a file descriptor that becomes readable when the pool closes.
+        memory_limit_mb: MiB of address space, ``reward_model.memory_limit_mb``; 0 sets no limit.
 
     Attributes:
         kinds: by index, whether a loaded function is batched and async, and the digest of its file (``version``).
@@ -49,27 +58,33 @@ class ScoringProcess:
         PoolClosed: the pool was closed while the process started.
     """
 
-    def __init__(self, functions: Sequence[RewardFunctionSpec], timeout_s: float, closed: int) -> None:
+    def __init__(
+        self, functions: Sequence[RewardFunctionSpec], timeout_s: float, closed: int, memory_limit_mb: int = 0
+    ) -> None:
         self._closed = closed
         self._timeout_s = timeout_s
+        self._memory_limit_mb = memory_limit_mb
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         search_path = filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")])
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(search_path)}
         environment |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        arguments = [json.dumps([asdict(function) for function in functions]), str(timeout_s)]
+        arguments = [json.dumps([asdict(function) for function in functions]), str(timeout_s), str(memory_limit_mb)]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "verl.utils.reward_score.scoring_worker", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
+            bufsize=0,
             env=environment,
             start_new_session=True,
         )
+        assert self._process.stdin is not None
+        os.set_blocking(self._process.stdin.fileno(), False)  # a request may not wait for ever to be read
         self._buffer = b""
         self.is_usable = True
         self.num_tasks_left = 0
         try:
-            ready = self._read_line(_START_LIMIT_S)
+            ready = self._read_line(time.monotonic() + _START_LIMIT_S)
         except PoolClosed:
             self.kill()
             raise
@@ -77,7 +92,7 @@ class ScoringProcess:
             stderr = self._stderr_tail()
             self.kill()
             names = ", ".join(f"{function.name} of {function.path}" for function in functions)
-            raise RuntimeError(f"the reward function cannot be loaded: {names}\n{stderr}")
+            raise RuntimeError(f"the reward function cannot be loaded: {names}\n{stderr}{self._memory_hint(stderr)}")
         self.kinds: list[dict[str, Any]] = json.loads(ready)["ready"]
 
     def most_samples(self, function: int, batch_size: int, max_concurrent: int) -> int:
@@ -88,48 +103,76 @@ class ScoringProcess:
         """The worker's reply (``scoring_worker``) with ``seconds``; a time-out or a crash clears ``is_usable``."""
         start = time.monotonic()
         limit_s = self._timeout_s + (_ASYNC_GRACE_S if self.kinds[function]["is_async"] else 0.0)
-        line = self._read_line(limit_s) if self._write({"function": function, "samples": samples}) else b""
+        request = json.dumps({"function": function, "samples": samples}).encode() + b"\n"
+        is_sent = self._write(request, start + limit_s)
+        line = self._read_line(start + limit_s) if is_sent else None if is_sent is None else b""
         if line:
             reply: dict[str, Any] = json.loads(line)
             self.num_tasks_left = reply.pop("tasks_left")
             has_timeout = any("timeout" in result for result in reply.get("results", ()))
             self.is_usable = not (has_timeout and self.num_tasks_left)  # they may be what that sample left running
+            for outcome in (reply, *reply.get("results", ())):
+                if "error" in outcome:
+                    outcome["error"] += self._memory_hint(outcome["error"])
             return reply
         self.is_usable = False
         seconds = time.monotonic() - start
         if line is None:
             return {"timeout": f"took more than {limit_s:g} s", "seconds": seconds}
-        return {"error": f"ended its process: {self._how_it_ended()}", "seconds": seconds}
+        how = f"ended its process: {self._how_it_ended()}"
+        return {"error": how + self._memory_hint(self._stderr_tail()), "seconds": seconds}
 
     def kill(self) -> None:
         """Ends the process and whatever it started, and waits for it."""
         if self._process.returncode is None:
             os.killpg(self._process.pid, signal.SIGKILL)  # not reaped yet, so the id is still its own
-        self._process.wait()
+        try:
+            self._process.wait(_KILL_S)
+        except subprocess.TimeoutExpired:
+            logger.warning("grader %d has not ended %g s after it was killed", self._process.pid, _KILL_S)
         for stream in (self._process.stdin, self._process.stdout, self._stderr):
             _close(stream)
 
-    def _write(self, request: dict[str, Any]) -> bool:
+    def _write(self, request: bytes, deadline: float) -> bool | None:
+        """Whether the process took the request; False when it ended first, None when the deadline passed first."""
         assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            return False
+        descriptor, rest = self._process.stdin.fileno(), memoryview(request)
+        while rest:
+            if not self._is_ready(descriptor, select.POLLOUT, deadline):
+                return None
+            try:
+                rest = rest[os.write(descriptor, rest[:_PIPE_BYTES]) :]
+            except BlockingIOError:
+                continue  # less room than poll has seen
+            except BrokenPipeError:
+                return False
         return True
 
-    def _read_line(self, timeout_s: float) -> bytes | None:
-        """The next reply; empty when the process ends first, None when the limit passes first."""
-        assert self._process.stdout is not None
-        descriptor, deadline = self._process.stdout.fileno(), time.monotonic() + timeout_s
+    def _is_ready(self, descriptor: int, event: int, deadline: float) -> bool:
+        """Waits for a pipe; False when the deadline passes first, PoolClosed when the pool closes."""
         poller = select.poll()  # select() refuses file numbers above 1023, which a large driver reaches
-        for watched in (descriptor, self._closed):
-            poller.register(watched, select.POLLIN)
+        poller.register(descriptor, event)
+        poller.register(self._closed, select.POLLIN)
+        ready = dict(poller.poll(max(0.0, deadline - time.monotonic()) * 1000))
+        if self._closed in ready:
+            raise PoolClosed
+        return bool(ready)
+
+    def _memory_hint(self, text: str) -> str:
+        """The limit on memory, where ``text`` says that memory could not be had."""
+        if not self._memory_limit_mb or not _NO_MEMORY.search(text):
+            return ""
+        return (
+            f" (a scoring process may use {self._memory_limit_mb} MiB of address space: raise "
+            "reward_model.memory_limit_mb, 0 sets no limit)"
+        )
+
+    def _read_line(self, deadline: float) -> bytes | None:
+        """The next reply; empty when the process ends first, None when the deadline passes first."""
+        assert self._process.stdout is not None
+        descriptor = self._process.stdout.fileno()
         while b"\n" not in self._buffer:
-            ready = dict(poller.poll(max(0.0, deadline - time.monotonic()) * 1000))
-            if self._closed in ready:
-                raise PoolClosed
-            if not ready:
+            if not self._is_ready(descriptor, select.POLLIN, deadline):
                 return None
             chunk = os.read(descriptor, 1 << 16)
             if not chunk:

@@ -20,16 +20,19 @@ from verl.utils.reward_score.event_loop import awaited
 from verl.utils.reward_score.functions import RewardFunction, RewardFunctionSpec, gather, load_reward_function
 
 _PR_SET_PDEATHSIG = 1
-_MAX_ADDRESS_SPACE = 16 << 30  # an answer that asks for more memory than this gets a MemoryError, not the machine
 _MAX_PRINTED = 64 << 20  # what the function prints lands in a temporary file; beyond this the process is ended
 _MAX_PARSE_CHARS = 2000
 
 
 def main() -> None:
-    """Arguments: the functions as a JSON list of {path, name, kwargs}; seconds that one async sample may take."""
+    """Arguments: functions as a JSON list of {path, name, kwargs}; seconds of one async sample; MiB of memory, 0 any.
+
+    An answer that asks for more memory gets a MemoryError, not the machine.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_AS, (_MAX_ADDRESS_SPACE, _MAX_ADDRESS_SPACE))
+    if memory_bytes := int(sys.argv[3]) << 20:
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_FSIZE, (_MAX_PRINTED, _MAX_PRINTED))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     replies = _claim_stdout()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from verl.utils.reward_score.functions import RewardFunctionSpec
-from verl.workers.config.values import NOT_NEGATIVE, Section, above, at_least, one_of
+from verl.workers.config.values import NOT_NEGATIVE, Section, above, at_least, between, one_of
 
 _OVERLONG, _LIMIT = "overlong_buffer_cfg", "max_resp_len"
 # Managers whose work the scoring processes do.
@@ -51,6 +51,10 @@ class RewardModelConfig(Section):
         timeout_s: wall-clock seconds of one call of a reward function; a batched function has them for its whole batch.
         batch_size: the most samples in one call of a batched function.
         max_concurrent: the most samples of an ``async def`` function that one process scores at the same time.
+        memory_limit_mb: MiB of address space of each scoring process, in which a reward function's own model must fit;
+            0 sets no limit.
+        max_ungraded_ratio: the run stops when more than this share of a step's or a validation's samples cannot be
+            graded, and always when none of them can.
         ledger: ``texts`` writes a line per sample with prompt and response, ``references`` writes their digests
             instead, ``off`` writes none.
     """
@@ -58,6 +62,8 @@ class RewardModelConfig(Section):
     VALUES: ClassVar = {
         **dict.fromkeys(("num_workers", "batch_size", "max_concurrent"), at_least(1)),
         **dict.fromkeys(("timeout_s", "manager_timeout_s"), above(0)),
+        "memory_limit_mb": NOT_NEGATIVE,
+        "max_ungraded_ratio": between(0, 1),
         "ledger": one_of("texts", "references", "off"),
     }
 
@@ -66,6 +72,8 @@ class RewardModelConfig(Section):
     timeout_s: float = 10.0
     batch_size: int = 64
     max_concurrent: int = 16
+    memory_limit_mb: int = 16384
+    max_ungraded_ratio: float = 0.5
     ledger: str = "texts"
     reward_kwargs: dict[str, Any] = field(default_factory=dict)
     manager_timeout_s: float = 1800.0

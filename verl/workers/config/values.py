@@ -29,6 +29,10 @@ def above(least: float) -> Values:
     return Values(f"it must be above {least:g}", lambda value: value > least)
 
 
+def between(least: float, most: float) -> Values:
+    return Values(f"it must be between {least:g} and {most:g}", lambda value: least <= value <= most)
+
+
 TRAINED_DTYPES = Values(
     "expected one of bfloat16, float32 (no float16 training, which would have to scale its loss)",
     ("bfloat16", "float32").__contains__,

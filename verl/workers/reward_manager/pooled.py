@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -107,6 +106,7 @@ class PooledRewardManager:
             timeout_s=config.timeout_s,
             batch_size=config.batch_size,
             max_concurrent=config.max_concurrent,
+            memory_limit_mb=config.memory_limit_mb,
         )
 
     def start(self, batch: DataProto, *, is_validation: bool = False) -> PendingScores:
@@ -130,8 +130,8 @@ def grading_jobs(batch: DataProto, responses: list[str]) -> Iterator[tuple[str, 
         job = ScoringJob(
             str(columns["data_source"][row]),
             response,
-            str(columns["reward_model"][row]["ground_truth"]),
-            _as_json(columns["extra_info"][row]),
+            _as_json(columns["reward_model"][row]["ground_truth"]),
+            _as_json(columns["extra_info"][row] or {}),
         )
         uid = str(columns["uid"][row]) if "uid" in columns else str(row)
         yield uid, str(columns["prompt_text"][row]) if "prompt_text" in columns else "", job
@@ -149,11 +149,12 @@ def graded_parts(results: list[ScoringResult]) -> dict[str, np.ndarray]:
     return parts
 
 
-def _as_json(extra: dict[str, Any] | None) -> dict[str, Any]:
-    """``extra_info`` as a grader in another process gets it: arrays as lists, dates and the like as text."""
-    converted: dict[str, Any] = json.loads(json.dumps(extra or {}, default=_json_value))
-    return converted
-
-
-def _json_value(value: Any) -> Any:
-    return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else str(value)
+def _as_json(value: Any) -> Any:
+    """A field as a grader in another process gets it: arrays as lists, names as text, dates and the like as text."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {str(name): _as_json(of) for name, of in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_as_json(one) for one in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
