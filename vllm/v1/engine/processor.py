@@ -72,7 +72,7 @@ class Processor:
         stop_ids = frozenset(params.stop_token_ids) | (
             frozenset() if params.ignore_eos else frozenset(group.eos_token_ids)
         )
-        extras, is_greedy = sampling_extras(params, self.tokenizer), params.temperature == 0
+        extras, is_greedy = sampling_extras(params, self.tokenizer), params.is_greedy
         for index in range(params.n):
             group.samples.append(
                 Request(
@@ -81,7 +81,7 @@ class Processor:
                     max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
                     min_tokens=params.min_tokens,
                     seed=seed % 2**64 if index == 0 else derive_seed(seed, index),
-                    temperature=params.temperature,
+                    temperature=0.0 if is_greedy else params.temperature,
                     top_k=0 if is_greedy else params.top_k,
                     top_p=1.0 if is_greedy else params.top_p,
                     stop_ids=stop_ids,
