@@ -238,8 +238,8 @@ class DistributedOptimizer:
             lines = lines or ["all gradients are finite, so the loss is not, or the squares of gradients overflow"]
             raise NonFiniteGradientError(
                 f"the gradient norm is {grad_norm} in {self._num_skipped_in_row} steps in a row, after "
-                f"{self.num_steps} updates. Go on from an earlier checkpoint with a lower learning rate or clip_grad, and with "
-                f"check_for_nan_in_grad to find the micro-batch. {'; '.join(lines)}"
+                f"{self.num_steps} updates. Go on from an earlier checkpoint with a lower learning rate or clip_grad, "
+                f"and with check_for_nan_in_grad to find the micro-batch. {'; '.join(lines)}"
             )
 
     def _counted_square_sum(self) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -23,6 +24,14 @@ class Processor:
         self.config, self.tokenizer = config, tokenizer
         self._num_prompts = 0  # over the engine's life: seeds those without a seed
 
+    @cached_property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end a sample: those of config.json, of generation_config.json, and the tokenizer's."""
+        hf = self.config.model.hf
+        named = None if self.tokenizer is None else self.tokenizer.end_token_id
+        is_new = named is not None and named not in hf.eos_token_ids and named < hf.vocab_size
+        return (*hf.eos_token_ids, named) if is_new and named is not None else hf.eos_token_ids
+
     def group(self, name: str, request_id: str, prompt: PromptType, params: SamplingParams) -> PromptGroup:
         """Return the prompt's group, without samples yet; ValueError, with `name`, when it is not a prompt."""
         fields: dict[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else dict(prompt)
@@ -35,7 +44,7 @@ class Processor:
             raise ValueError(f"{name} is text, but the engine has no tokenizer (skip_tokenizer_init=True)")
         else:
             tokens = self.tokenizer.load().encode(text)
-        return PromptGroup(name, request_id, text, tokens, params, self.config.model.hf.eos_token_ids)
+        return PromptGroup(name, request_id, text, tokens, params, self.end_token_ids)
 
     def problems(self, group: PromptGroup) -> list[str]:
         """Return the reasons why the group cannot be run; empty when it can.
