@@ -14,6 +14,8 @@ from hf_formats.families.family import is_int
 from hf_formats.problems import raise_problems
 from hf_formats.rope import RopeConfig, parse_rope
 
+GENERATION_CONFIG = "generation_config.json"
+
 
 @dataclass(frozen=True)
 class HFModelConfig:
@@ -112,17 +114,21 @@ class HFModelConfig:
 
 
 def load_hf_config(path: str | Path) -> HFModelConfig:
-    """Read ``path``, a config.json or its directory; one ValueError lists every problem.
+    """Read ``path``, a config.json or its directory; one ValueError lists every problem."""
+    hf = parse_hf_config(read_config_dict(path), source=str(config_file(path)))
+    return replace(hf, eos_token_ids=end_token_ids(path))
 
-    ``eos_token_ids`` are those of config.json and of the generation_config.json beside it: chat models name the end of
-    a turn in one of them, and the end of a text in the other.
+
+def end_token_ids(path: str | Path) -> tuple[int, ...]:
+    """Return the ids of ``eos_token_id`` in the config.json at ``path`` and in the generation_config.json beside it.
+
+    Chat models name the end of a turn in one of them, and the end of a text in the other.
     """
     file = config_file(path)
-    hf, beside = parse_hf_config(read_config_dict(path), source=str(file)), file.with_name("generation_config.json")
-    if not beside.is_file():
-        return hf
-    more = _eos_token_ids(read_config_dict(beside), str(beside))
-    return replace(hf, eos_token_ids=tuple(dict.fromkeys((*hf.eos_token_ids, *more))))
+    beside, ids = file.with_name(GENERATION_CONFIG), _eos_token_ids(read_config_dict(file), str(file))
+    if beside.is_file():
+        ids += _eos_token_ids(read_config_dict(beside), str(beside))
+    return tuple(dict.fromkeys(ids))
 
 
 def config_file(path: str | Path) -> Path:

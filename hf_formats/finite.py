@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from hf_formats.problems import shown_names
+
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LEAST = {  # the least magnitude, as an integer, that is infinity or NaN; float8_e4m3fn has no infinity
     torch.float8_e4m3fn: 0x7F,
@@ -36,6 +38,37 @@ def require_finite(name: str, tensor: Tensor, source: str) -> None:
                 f"weight {name} of {source} is {value} at {at}; weights must be finite: fetch or make the file again, "
                 "or take an earlier checkpoint"
             )
+
+
+class FiniteCheck:
+    """Finds NaN and infinity in weights that come one by one; on a device the host waits once, in `require`."""
+
+    def __init__(self) -> None:
+        self._are_finite: list[tuple[str, Tensor]] = []
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        if tensor.dtype in _LEAST and tensor.numel() and not tensor.is_meta:
+            self._are_finite.append((name, _is_finite(tensor)))
+
+    def require(self, source: str) -> None:
+        """Raise a ValueError that names every weight added so far that is not finite, and its ``source``."""
+        if not self._are_finite or bool(torch.stack([flag for _, flag in self._are_finite]).all()):
+            return
+        names = list(dict.fromkeys(name for name, is_finite in self._are_finite if not is_finite))
+        raise ValueError(
+            f"{source} has NaN or infinity in {shown_names(names)}; weights must be finite: go on from a checkpoint "
+            "before the step that broke them, with a lower learning rate or clip_grad"
+        )
+
+
+def _is_finite(tensor: Tensor) -> Tensor:
+    """Return a bool on the tensor's device. Accelerators compare floats: not all have the integer operations."""
+    bits_dtype, least = _BITS[tensor.dtype.itemsize], _LEAST[tensor.dtype]
+    magnitude = torch.iinfo(bits_dtype).max
+    if tensor.is_cpu:
+        return torch.stack([(part.view(bits_dtype) & magnitude).amax() < least for _, part in _chunks(tensor)]).all()
+    is_wide = tensor.dtype.itemsize > 1
+    return torch.stack([(part if is_wide else part.float()).isfinite().all() for _, part in _chunks(tensor)]).all()
 
 
 def _chunks(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:

@@ -21,6 +21,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import DownloadColumn, Progress, TimeElapsedColumn, TransferSpeedColumn
 
+from hf_formats.config import GENERATION_CONFIG
+from hf_formats.end_tokens import with_end_token
+
 STAMP_NAME = ".stamp.json"
 MANIFEST_NAME = "manifest.json"
 _FULL_HASH_BYTES = 16 << 20
@@ -131,6 +134,13 @@ def copy_companions(hf_dir: Path, out_dir: Path) -> None:
     """Copy tokenizer files and the like; the config is the caller's."""
     for file in companion_files(hf_dir):
         shutil.copyfile(file, out_dir / file.name)
+
+
+def name_end_token(hf_dir: Path) -> None:
+    """Let a whole HF directory name its end token in generation_config.json, where only its tokenizer does."""
+    content = with_end_token(hf_dir)
+    if content is not None:
+        write_json(hf_dir / GENERATION_CONFIG, content)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from hf_formats.fp8 import BLOCK, FP8_DTYPE, SCALE_SUFFIX, num_blocks, quantizat
 from hf_formats.problems import raise_problems
 from hf_formats.ranges import Ranges
 from hf_formats.safetensors import DTYPE_NAMES, INDEX_NAME, read_directory
-from mindspeed_llm.cli_io import atomic_directory, copy_companions, write_json
+from mindspeed_llm.cli_io import atomic_directory, copy_companions, name_end_token, write_json
 from mindspeed_llm.conversion.synced_file import SyncedFile
 from mindspeed_llm.hf_shapes import hf_tensors
 from mindspeed_llm.weight_source import Checkpoint, read_region
@@ -222,6 +222,7 @@ def write_hf_files(
         writer.finish()
     copy_companions(hf_config_dir, directory)
     write_json(directory / "config.json", plain_config(read_config_dict(hf_config_dir), num_mtp, writer.stored))
+    name_end_token(directory)
 
 
 def plain_config(

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from hf_formats.config import parse_hf_config, read_config_dict
-from mindspeed_llm.cli_io import companion_files, copy_companions, run_cli, run_once, say, write_json
+from mindspeed_llm.cli_io import companion_files, copy_companions, name_end_token, run_cli, run_once, say, write_json
 from mindspeed_llm.hf_checkpoint import plain_config
 
 
@@ -24,6 +24,7 @@ def write_plain_config(hf_dir: Path, out_dir: Path) -> bool:
     def build(building: Path) -> None:
         write_json(building / "config.json", plain_config(raw, 0, [(torch.bfloat16, 1)]))
         copy_companions(hf_dir, building)
+        name_end_token(building)
 
     return run_once(out_dir, "plain_config", {}, [hf_dir / "config.json", *companion_files(hf_dir)], build)
 

@@ -29,8 +29,10 @@ class CompletionOutput:
     token_ids: list[int]  # the end or stop token included
     sampled_logprobs: list[float]  # of each token by EngineArgs.logprobs_mode, else log_softmax(logits / temperature)
     cumulative_logprob: float
-    finish_reason: str | None  # "stop", "length", "abort" when cut before its end, None while it runs
-    stop_reason: int | str | None = None  # the stop string or the one of stop_token_ids that ended it, None for EOS
+    # "stop", "length", "abort" when cut before its end, "error" when no token could be drawn, None while it runs
+    finish_reason: str | None
+    # The stop string or the one of stop_token_ids that ended it, None for EOS; of an error what was wrong.
+    stop_reason: int | str | None = None
     top_logprobs: list[dict[int, Logprob]] | None = None  # per position: the most likely tokens and the sampled one
     policy_versions: list[int] = field(default_factory=list)  # per token: the policy version that it was drawn from
     # [tokens, MoE layers, K], uint8 or int16, with EngineArgs.enable_return_routed_experts: the experts that each token

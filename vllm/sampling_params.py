@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+_SMALLEST_TEMPERATURE = 1e-5
+_LARGEST_PENALTY = 1e6
+
 
 class RequestOutputKind(Enum):
     """What a stream of outputs holds: all so far, what is new, or nothing before the end."""
@@ -20,11 +23,12 @@ class RequestOutputKind(Enum):
 class SamplingParams:
     """Sampling of one request, under vLLM's names.
 
-    temperature 0 is greedy. top_k 0 or -1, top_p 1 and min_p 0 do not limit. max_tokens None goes to max_model_len.
-    Neither EOS nor stop tokens are among the first `min_tokens`, and no stop string that ends there ends the sample.
-    `seed` makes the result independent of the batch, of n and of the layout; sample i of n is seeded by
-    derive_seed(seed, i), sample 0 by the seed itself. `logprobs` k adds the k most likely tokens of each position to
-    the sampled one, whose log-prob is always returned; `prompt_logprobs` k does so for the prompt, by the raw model.
+    temperature 0 is greedy, and so is one below 1e-5, as in vLLM: logits over it would be infinite. top_k 0 or -1,
+    top_p 1 and min_p 0 do not limit. max_tokens None goes to max_model_len. Neither EOS nor stop tokens are among the
+    first `min_tokens`, and no stop string that ends there ends the sample. `seed` makes the result independent of the
+    batch, of n and of the layout; sample i of n is seeded by derive_seed(seed, i), sample 0 by the seed itself.
+    `logprobs` k adds the k most likely tokens of each position to the sampled one, whose log-prob is always returned;
+    `prompt_logprobs` k does so for the prompt, by the raw model.
 
     repetition_penalty divides positive logits of all tokens of prompt and output and multiplies negative ones;
     frequency_penalty times a token's count in the output and presence_penalty once are subtracted. logit_bias is added
@@ -63,6 +67,10 @@ class SamplingParams:
             raise ValueError("SamplingParams: " + "; ".join(problems))
 
     @property
+    def is_greedy(self) -> bool:
+        return self.temperature < _SMALLEST_TEMPERATURE
+
+    @property
     def stop_strings(self) -> tuple[str, ...]:
         if self.stop is None:
             return ()
@@ -95,8 +103,11 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             if not -2 <= getattr(self, name) <= 2:
                 problems.append(f"{name}={getattr(self, name)} must be in [-2, 2]")
-        if not 0 < self.repetition_penalty < math.inf:
-            problems.append(f"repetition_penalty={self.repetition_penalty} must be greater than 0")
+        if not 1 / _LARGEST_PENALTY <= self.repetition_penalty <= _LARGEST_PENALTY:
+            problems.append(
+                f"repetition_penalty={self.repetition_penalty} must be between {1 / _LARGEST_PENALTY:g} and "
+                f"{_LARGEST_PENALTY:g}: it multiplies logits"
+            )
         strange = [f"{token}: {bias}" for token, bias in (self.logit_bias or {}).items() if not -100 <= bias <= 100]
         if strange:
             problems.append(f"logit_bias holds {', '.join(strange)}, expected biases in [-100, 100]")

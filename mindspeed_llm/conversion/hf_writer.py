@@ -14,7 +14,7 @@ import torch
 
 from hf_formats.fp8 import FP8_DTYPE, QUANTIZATION_CONFIG, SCALE_SUFFIX, is_quantized, num_blocks
 from hf_formats.safetensors import DTYPE_NAMES, INDEX_NAME
-from mindspeed_llm.cli_io import copy_companions, write_json
+from mindspeed_llm.cli_io import copy_companions, name_end_token, write_json
 from mindspeed_llm.conversion.writer import ByteSlabs, FileRecord, Form, StoredTensor
 from mindspeed_llm.hf_shapes import always_fp32, packed
 from mindspeed_llm.weight_plan import Shard, TensorPlan
@@ -83,6 +83,7 @@ class HFWriter:
     def finish(self, directory: Path, records: Mapping[str, FileRecord]) -> None:
         copy_companions(self.companions, directory)
         write_json(directory / "config.json", dict(self.config))
+        name_end_token(directory)
         weight_map = {name: file for file in self.files() for name in records[file].tensors}
         total = sum(tensor.num_bytes for record in records.values() for tensor in record.tensors.values())
         write_json(directory / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})

@@ -280,3 +280,33 @@ def test_expert_bias_moves_towards_balance(one_rank: ProcessGroups, rate: float,
     finalize_model_grads(model, one_rank)
     torch.testing.assert_close(router.expert_bias, torch.tensor(bias))
     assert router.local_tokens_per_expert.eq(0).all()
+
+
+def test_the_third_step_in_a_row_without_an_update_stops_the_run(one_rank: ProcessGroups) -> None:
+    """A gradient or a loss that is not finite leaves its step out; a whole step in between starts the count anew."""
+    config = toy_config()
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(), ToyStage(config, range(3)), one_rank)
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-2), model, one_rank, reference_ops())
+    ((x_TH, target_TH),) = toy_batches([6])
+
+    def step(factor: float, loss: float = 1.0) -> tuple[bool, float]:
+        optimizer.zero_grad()
+        with model.backward_of(0, is_last=True):
+            ((model(x_TH) - target_TH).square().sum() * factor).backward()
+        finalize_model_grads(model, one_rank)
+        has_stepped, norm, _ = optimizer.step(torch.tensor(loss))
+        return has_stepped, norm
+
+    before = [param.detach().clone() for param in model.parameters()]
+    assert not step(torch.nan)[0] and not step(1.0, torch.inf)[0]
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert step(1.0)[0] and optimizer.num_steps == 1
+    assert not step(torch.inf)[0] and not step(1.0, torch.nan)[0]
+    with pytest.raises(
+        NonFiniteGradientError, match=r"norm is nan in 3 steps in a row, after 1 updates\. .*the loss is not"
+    ):
+        step(1.0, torch.nan)
+    with pytest.raises(
+        NonFiniteGradientError, match=r"4 steps in a row.*rank 0: 12 values of norms\.2\.weight are not"
+    ):
+        step(torch.nan)

@@ -303,3 +303,25 @@ def _refusals() -> list[str]:
     with pytest.raises(ValueError) as error:
         actor.update_policy(data.select_idxs(torch.arange(len(data)).flip(0)))
     return [*told, str(error.value)]
+
+
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_loss_that_is_nan_leaves_its_updates_out_and_stops_the_run_at_the_third(stages: int) -> None:
+    """The loss is known on the last stage alone; every rank skips, and every rank stops."""
+    for rank, (skipped, told) in enumerate(run_ranks(_updates_of_nan, stages, stages)):
+        assert skipped == ([1.0, 1.0] if rank == stages - 1 else [None, None])
+        assert re.match(r"training step 1: the gradient norm is nan in 3 steps in a row, after 0 updates\. ", told)
+
+
+def _updates_of_nan(stages: int) -> tuple[list[float | None], str]:
+    groups = initialize_from_layout(ParallelLayout(world_size=stages, pipeline_model_parallel_size=stages))
+    case = Update(actor={"entropy_coeff": 0.0})
+    _, ddp, actor = make_actor(case, groups)
+    data = some_rows(case.num_rows)
+    data.batch["ref_log_prob"][2, 0] = torch.nan  # its term is clamped, so that the gradient is finite
+    before = [param.detach().clone() for param in ddp.parameters()]
+    skipped = [actor.update_policy(data).get("actor/skipped_steps") for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True))
+    with pytest.raises(FloatingPointError) as error:
+        actor.update_policy(data)
+    return skipped, str(error.value)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="kernels of the CUDA table are written in Triton, which this environment lacks")
 
+from tests.vllm.test_non_finite import check_marks
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.ops.contract import DecodeMetadata, HeadNorms, KVCache, PrefillMetadata, SamplingBatch
 from vllm.ops.cuda.attention import Attention
@@ -278,7 +279,7 @@ def test_plain_draws(temperatures: tuple[float, ...], size: int) -> None:
     """Parts of a vocabulary whose tokens are all excluded, and several most likely tokens, included."""
     temperature, num_random = torch.tensor(temperatures).repeat(4), 4 * sum(t > 0 for t in temperatures)
     logits = torch.randn(12, size) * 3
-    logits[3, :4096] = float("-inf") if size > 4096 else 0.0
+    logits[3, :4096] = -1e9 if size > 4096 else 0.0
     logits[:, size // 2 :] = logits[:, size // 2 :].clamp(max=2)
     keys = torch.from_numpy(position_keys(splitmix64(np.arange(12, dtype=np.uint64)), np.arange(12)))
     vocabulary = torch.from_numpy(vocab_keys(size))
@@ -286,6 +287,11 @@ def test_plain_draws(temperatures: tuple[float, ...], size: int) -> None:
     found, expected = ROWS.sample(logits, batch), REFERENCE.sample(logits, batch)
     assert torch.equal(found.token_ids_B, expected.token_ids_B)
     torch.testing.assert_close(found.logprobs_B, expected.logprobs_B, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_with_logits_that_are_not_finite_are_marked() -> None:
+    for temperature in (0.0, 0.7):
+        check_marks(ROWS.sample, 5000, temperature)
 
 
 @DTYPES

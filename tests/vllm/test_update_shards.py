@@ -60,8 +60,12 @@ SLICES = list(cut(random_weights(TINY, seed=1)))
         (lambda s: [*s, WeightUpdate(EXPERT, (31, 60), torch.zeros(2, 2))], r"slice \(\(31, 33\), \(60, 62\)\) came"),
         (lambda s: [*s, WeightUpdate(EXPERT, (0,), torch.zeros(2))], "has 2 dimensions"),
         (lambda s: [s[0]._replace(values=s[0].values.to(torch.int32)), *s[1:]], "is torch.int32"),
+        (
+            lambda s: [s[0]._replace(values=s[0].values / 0), *s[1:]],
+            r"the update has NaN .* in 1 tensors: lm_head\.weight",
+        ),
     ],
-    ids=["missing", "twice", "unknown", "outside", "dimensions", "dtype"],
+    ids=["missing", "twice", "unknown", "outside", "dimensions", "dtype", "non_finite"],
 )
 def test_a_failed_update_leaves_an_engine_that_refuses(change: Any, message: str, tmp_path: Path) -> None:
     llm = build(write_checkpoint(tmp_path))

@@ -234,8 +234,9 @@ def sample(logits_BW: Tensor, batch: SamplingBatch) -> SampledTokens:
     reported_BW = logits_BW
     if batch.has_random and batch.logprobs_mode == "scaled_logprobs":
         reported_BW = logits_BW / torch.where(batch.temperature_B > 0, batch.temperature_B, 1.0)[:, None]
-    chosen_B = reported_BW.gather(1, sampled.token_ids_B[:, None])[:, 0]
-    return replace(sampled, logprobs_B=chosen_B - exact_math.log_sum_exp(reported_BW))
+    chosen_B = reported_BW.gather(1, sampled.token_ids_B.clamp(min=0)[:, None])[:, 0]
+    logprobs_B = chosen_B - exact_math.log_sum_exp(reported_BW)
+    return replace(sampled, logprobs_B=torch.where(sampled.logprobs_B.isnan(), sampled.logprobs_B, logprobs_B))
 
 
 def _rectangles(meta: PrefillMetadata) -> list[_Rectangle]:

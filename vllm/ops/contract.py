@@ -125,12 +125,19 @@ class SamplingBatch:
         return all(limit is None for limit in limits) and self.logprobs_mode == LOGPROBS_MODES[0]
 
 
+NOT_FINITE = -1
+
+
 @dataclass
 class SampledTokens:
     """Result of `RolloutOps.sample` for B rows."""
 
-    token_ids_B: Tensor  # int64
-    logprobs_B: Tensor  # fp32, the token's, by the batch's logprobs_mode; a greedy row counts as temperature 1
+    token_ids_B: (
+        Tensor  # int64; NOT_FINITE where a given logit is NaN or infinite: one transfer brings both to the host
+    )
+    # fp32, the token's, by the batch's logprobs_mode; a greedy row counts as temperature 1. NaN where the logits are
+    # not finite, as given or after the row's own edits and temperature.
+    logprobs_B: Tensor
     ranks_B: Tensor | None = None  # int64, 1 = the most likely; only with num_top_logprobs > 0
     top_ids_BK: Tensor | None = None  # int64
     top_logprobs_BK: Tensor | None = None  # fp32, -inf for tokens that processed_logprobs excludes
@@ -246,7 +253,8 @@ class RolloutOps:
         softmax(logits / temperature) after min-p (drops tokens less likely than min_p times the best one), then top-k
         (keeps tokens as likely as the k-th), then top-p (keeps the smallest set of most likely tokens that reaches
         top_p; among equals the last of the vocabulary first), each renormalised. The draw is the exponential race of
-        vllm/v1/sample/rng.py, so a row's token depends only on its logits and keys. logits are not changed.
+        vllm/v1/sample/rng.py, so a row's token depends only on its logits and keys. logits are not changed. A row whose
+        logits are not all finite, before edits and bans, gets NOT_FINITE and NaN; the host does not wait for that.
     implementations: native, reference or exact for each entry, or which part is which; logged once at start.
     """
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from vllm.ops.contract import LogitEdits, SampledTokens, SamplingBatch
+from vllm.ops.contract import NOT_FINITE, LogitEdits, SampledTokens, SamplingBatch
 from vllm.v1.sample.rng import exponential_noise
 
 Filter = Callable[[Tensor, SamplingBatch], Tensor]
@@ -19,12 +19,13 @@ def sample(logits_BW: Tensor, batch: SamplingBatch) -> SampledTokens:
 
 def sample_with(logits_BW: Tensor, batch: SamplingBatch, find_left_out: Filter) -> SampledTokens:
     """`sample` with any implementation of `left_out`."""
+    is_finite_B = logits_BW.isfinite().all(-1)
     edited_BW = logits_BW if batch.edits is None else edit(logits_BW, batch.edits)
     scaled_BW = _over_temperature(edited_BW, batch)
-    probs_BW, log_total_B = _weights(scaled_BW)
+    probs_BW, drawn_total_B = _weights(scaled_BW)
     limited_BW = _limit(scaled_BW, probs_BW, batch, find_left_out)
     tokens_B = _draw(limited_BW, probs_BW, batch)
-    reported_BW = scaled_BW
+    reported_BW, log_total_B = scaled_BW, drawn_total_B
     if batch.logprobs_mode == "processed_logprobs":
         reported_BW = limited_BW
     elif batch.logprobs_mode == "raw_logprobs":
@@ -33,7 +34,11 @@ def sample_with(logits_BW: Tensor, batch: SamplingBatch, find_left_out: Filter) 
         reported_BW = _over_temperature(logits_BW, batch)
     if reported_BW is not scaled_BW:
         log_total_B = _weights(reported_BW)[1]
-    return _report(tokens_B, reported_BW, log_total_B, batch.num_top_logprobs)
+    sampled = _report(tokens_B, reported_BW, log_total_B, batch.num_top_logprobs)
+    sampled.token_ids_B = torch.where(is_finite_B, tokens_B, NOT_FINITE)
+    can_draw_B = is_finite_B & drawn_total_B.isfinite()
+    sampled.logprobs_B = torch.where(can_draw_B, sampled.logprobs_B, float("nan"))
+    return sampled
 
 
 def edit(logits_BW: Tensor, edits: LogitEdits) -> Tensor:
@@ -87,7 +92,10 @@ def _draw(limited_BW: Tensor, probs_BW: Tensor, batch: SamplingBatch) -> Tensor:
     """Token of each row; overwrites `probs_BW`."""
     if not batch.has_random:
         return limited_BW.argmax(-1)
-    drawn_B = probs_BW.div_(exponential_noise(batch.keys_B2, batch.vocab_keys_W)).argmax(-1)
+    race_BW = probs_BW.div_(exponential_noise(batch.keys_B2, batch.vocab_keys_W))
+    drawn_B = race_BW.argmax(-1)
+    if batch.banned_BW is not None:  # all that is left may be so much less likely than the banned that it underflows
+        drawn_B = torch.where(race_BW.amax(-1) > 0, drawn_B, limited_BW.argmax(-1))
     if not batch.has_greedy:
         return drawn_B
     return torch.where(batch.temperature_B > 0, drawn_B, limited_BW.argmax(-1))

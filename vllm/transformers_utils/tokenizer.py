@@ -6,6 +6,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_formats.end_tokens import tokenizer_end_token
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -48,6 +50,12 @@ class LazyTokenizer:
     def load(self) -> PreTrainedTokenizerBase:
         """The same one every time; ValueError when it cannot be read."""
         return self._loaded
+
+    @cached_property
+    def end_token_id(self) -> int | None:
+        """The token that ends a text; loads the tokenizer only where its files do not name one."""
+        named = tokenizer_end_token(self._path)
+        return self.load().eos_token_id if named is None else named
 
     @cached_property
     def _loaded(self) -> PreTrainedTokenizerBase:

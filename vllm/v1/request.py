@@ -59,7 +59,7 @@ class Request:
     routed_experts: np.ndarray | None = None  # of a finished request, see CompletionOutput
     home: tuple[int, int] | None = None  # (DP rank that was asked for it, its key there) once it has moved
     finish_reason: str | None = None
-    stop_reason: int | str | None = None  # the stop token or the stop string
+    stop_reason: int | str | None = None  # the stop token, the stop string, or of an error what was wrong
 
     def __post_init__(self, prompt_token_ids: list[int]) -> None:
         self.token_ids = list(prompt_token_ids)
@@ -91,6 +91,10 @@ class Request:
             end = self.num_output_tokens if is_last else self.policy_starts[index + 1][0]
             versions += [version] * (end - max(begin, start))
         return versions
+
+    def fail(self, problem: str) -> None:
+        """End the request without a further token."""
+        self.finish_reason, self.stop_reason = "error", problem
 
     def append(self, token: int, logprob: float) -> bool:
         """Take a sampled token; True when it ends the request."""

@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 # Elements of one update: its temporaries stay small, and on a CPU part of it in the caches.
 CHUNK_SIZE = 1 << 22
 
+MAX_SKIPPED_IN_ROW = 3  # a bad micro-batch comes alone; weights or data that are broken come again
+
 
 @dataclass(frozen=True)
 class ShardState:
@@ -112,6 +114,7 @@ class DistributedOptimizer:
         self.groups = groups
         self.ops = ops
         self.num_steps = 0
+        self._num_skipped_in_row = 0
         self.clip_coefficient = 1.0  # of the update under way
         self.param_groups: list[dict[str, float]] = [
             {"lr": config.lr, "weight_decay": config.weight_decay},
@@ -121,21 +124,26 @@ class DistributedOptimizer:
         self.shards = [state for buffer in model.param_and_grad_buffers for state in self._new_states(buffer)]
 
     @torch.no_grad()
-    def step(self) -> tuple[bool, float, int | None]:
+    def step(self, loss: Tensor | None = None) -> tuple[bool, float, int | None]:
         """Update the parameters; collective over the world. Returns (updated, gradient norm before clipping, None).
 
+        ``loss`` is what this rank has of the step's loss, if any; one that is not finite counts as such a gradient.
         When the norm is not finite nothing changes and the first element is False on every rank; the ranks with such
-        gradients log them (with ``check_for_nan_in_grad`` also the first micro-batch). With
-        ``config.on_non_finite_grads`` "stop" every rank raises ``NonFiniteGradientError``, which lists those of all
-        ranks.
+        gradients log them (with ``check_for_nan_in_grad`` also the first micro-batch). The third such step in a row,
+        and with ``config.on_non_finite_grads`` "stop" the first, raises ``NonFiniteGradientError`` on every rank, which
+        lists the gradients of all ranks.
         """
         assert self.model.grads_are_final, "call finalize_model_grads() between the last backward and step()"
         self.model.finish_param_sync()  # the shards must not change while an earlier step's are still being gathered
         square_sum = self._counted_square_sum()
+        if loss is not None:
+            square_sum = square_sum + 0.0 * loss.detach().to(square_sum)  # NaN on all ranks, without another collective
         grad_norm = get_grad_norm_fp32(square_sum, self.groups.world)
         if not math.isfinite(grad_norm):
+            self._num_skipped_in_row += 1
             self._report_non_finite(grad_norm)
             return False, grad_norm, None
+        self._num_skipped_in_row = 0
         self.clip_coefficient = clip_coefficient(self.config.clip_grad, grad_norm)
         self.num_steps += 1
         self._update_shards()
@@ -219,15 +227,20 @@ class DistributedOptimizer:
             order = {name: index for index, (name, _) in enumerate(self.model.module.named_parameters())}
             grads = {item.name: (item, item.shard[0], item.grad_shard) for item in self.model.param_and_grad_buffers}
             found = find_non_finite(grads, order, self.groups.rank)
-        is_stop = self.config.on_non_finite_grads == "stop"
+        is_stop = self.config.on_non_finite_grads == "stop" or self._num_skipped_in_row >= MAX_SKIPPED_IN_ROW
         if found is not None:
             what = "the run stops" if is_stop else "the step is skipped"
             logger.error("the gradient norm is %s, %s: %s", grad_norm, what, found)
         if is_stop:
             everywhere: list[NonFiniteGrads | None] = [None] * self.groups.world.size()
             dist.all_gather_object(everywhere, found, group=self.groups.world)
-            lines = [str(item) for item in everywhere if item is not None] or ["all are finite, their squares overflow"]
-            raise NonFiniteGradientError(f"the gradient norm is {grad_norm}: " + "; ".join(lines))
+            lines = [str(item) for item in everywhere if item is not None]
+            lines = lines or ["all gradients are finite, so the loss is not, or the squares of gradients overflow"]
+            raise NonFiniteGradientError(
+                f"the gradient norm is {grad_norm} in {self._num_skipped_in_row} steps in a row, after "
+                f"{self.num_steps} updates. Go on from an earlier checkpoint with a lower learning rate or clip_grad, "
+                f"and with check_for_nan_in_grad to find the micro-batch. {'; '.join(lines)}"
+            )
 
     def _counted_square_sum(self) -> Tensor:
         """This rank's share of the squared norm: over all ranks every parameter element is counted exactly once.

@@ -13,7 +13,8 @@ class OptimizerConfig:
 
     lr is what a run without scheduler uses; with one, the scheduler sets the rate of each step and min_lr is its lower
     end. clip_grad 0 means no clipping. weight_decay acts on matrices only, not on norm weights and biases.
-    on_non_finite_grads (ours): "skip" the step when the gradient norm is NaN or infinite, or "stop" the run.
+    on_non_finite_grads (ours): "skip" the step when the gradient norm is NaN or infinite, twice in a row at most, or
+    "stop" the run at the first.
 
     use_precision_aware_optimizer: state in the dtypes below instead of float32; each update runs in float32. Moments
     may be bfloat16; a bfloat16 exp_avg_sq forgets only when 1 - adam_beta2 is above its rounding, so that is checked.

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, NonFiniteGradientError, finalize_model_grads
 from megatron.core.models.gpt import GPTModel, ModelChunks
 from megatron.core.ops import TrainOps
 from megatron.core.optimizer import DistributedOptimizer
@@ -207,6 +207,13 @@ class MegatronPPOActor(BasePPOActor):
         set_auxiliary_scales(self.actor_module, inputs.num_tokens, inputs.num_response_tokens)
         temperature = float(data.meta_info["temperature"])
 
+        losses: list[Tensor] = []
+
+        def kept_loss(logits_SV: Tensor, micro: PackedMicroBatch) -> tuple[Tensor, dict]:
+            result = policy_loss(logits_SV, micro)
+            losses.append(result[0].detach())
+            return result
+
         def policy_loss(logits_SV: Tensor, micro: PackedMicroBatch) -> tuple[Tensor, dict]:
             logits_SV = logits_SV if temperature == 1.0 else logits_SV / temperature
             if self.config.entropy_coeff == 0:
@@ -226,7 +233,7 @@ class MegatronPPOActor(BasePPOActor):
         with record_function("forward_backward"):
             outputs, _ = self.forward_backward_batch(
                 data,
-                policy_loss,
+                kept_loss,
                 forward_only=False,
                 micro_batch_size=self.config.ppo_micro_batch_size_per_gpu,
                 max_token_len=self.config.ppo_max_token_len_per_gpu if self.config.use_dynamic_bsz else None,
@@ -235,8 +242,20 @@ class MegatronPPOActor(BasePPOActor):
         assert isinstance(self.actor_module, DistributedDataParallel)
         with record_function("optimizer_step"):
             finalize_model_grads(self.actor_module, self.groups)
-            has_stepped, grad_norm, _ = self.actor_optimizer.step()
+            has_stepped, grad_norm = self._optimizer_step(losses, data)
         metrics.add(outputs, grad_norm, self.actor_optimizer.param_groups[0]["lr"], has_stepped)
+
+    def _optimizer_step(self, losses: list[Tensor], data: DataProto) -> tuple[bool, float]:
+        """Return whether the parameters were updated, and the gradient norm; an error says which training step it is.
+
+        ``losses`` are those of this stage's micro-batches, none but on the last stage.
+        """
+        assert self.actor_optimizer is not None
+        try:
+            has_stepped, grad_norm, _ = self.actor_optimizer.step(torch.stack(losses).sum() if losses else None)
+        except NonFiniteGradientError as error:
+            raise NonFiniteGradientError(f"training step {data.meta_info.get('global_step')}: {error}") from error
+        return has_stepped, grad_norm
 
     def forward_backward_batch(
         self,

@@ -57,8 +57,8 @@ Attributes:
     main_params_dtype: dtype of the master weights.
     exp_avg_dtype: dtype of the first moment.
     exp_avg_sq_dtype: dtype of the second moment.
-    on_non_finite_grads: what happens if the gradient norm is NaN or infinite: ``skip`` the step, or ``stop`` the run
-        and name rank and parameter.
+    on_non_finite_grads: what happens if the gradient norm or the loss is NaN or infinite: ``skip`` the step, where the
+        third in a row stops the run, or ``stop`` it at the first; the error names step, rank and parameter.
 """
 
 from __future__ import annotations

@@ -115,6 +115,8 @@ def build_app(engine: AsyncLLM, args: ServerArgs) -> FastAPI:
     async def health() -> Response:
         if not engine.is_running:
             raise ApiError(503, "the engine does not run", code="engine_unavailable")
+        if (problem := engine.llm.core.model_problem) is not None:
+            raise ApiError(503, problem, code="non_finite_logits")
         return Response()
 
     @app.get("/metrics")

@@ -11,6 +11,7 @@ from starlette.types import Scope
 from vllm.entrypoints.openai.protocol import ErrorInfo, ErrorResponse
 from vllm.entrypoints.openai.request_log import note
 from vllm.v1.engine.async_llm import QueueFullError
+from vllm.v1.engine.non_finite import NonFiniteLogitsError
 
 MAX_PROBLEMS = 5
 MAX_MESSAGE = 2000
@@ -50,11 +51,15 @@ def respond(error: ApiError, scope: Scope) -> Response:
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """Map an engine's exception to a response: a client's mistake is 400, a full queue 429, the engine's state 503."""
+    """Map an engine's exception to a response: a client's mistake is 400, a full queue 429, the engine's state 503, a
+    model that computes NaN 500.
+    """
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), code="queue_full")
+    if isinstance(error, NonFiniteLogitsError):
+        return ApiError(500, str(error), code="non_finite_logits")
     if isinstance(error, ValueError):
         return ApiError(400, str(error))
     if isinstance(error, RuntimeError):  # asleep, paused or dead

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_formats.file_region import FileReader, FileRegion
+from hf_formats.finite import require_finite
 from hf_formats.fp8 import FP8_DTYPE, SCALE_SUFFIX, Fp8Weight
 from hf_formats.problems import raise_problems
 from hf_formats.safetensors import read_directory
@@ -17,7 +18,10 @@ from vllm.model_executor.model_loader.weight_view import Weight, WeightView
 
 
 class UnreadTensor:
-    """A tensor of a checkpoint, still in its file; `unread[rows, columns]` reads that slice."""
+    """A tensor of a checkpoint, still in its file; `unread[rows, columns]` reads that slice.
+
+    ValueError when a value of the slice is NaN or infinite.
+    """
 
     def __init__(self, name: str, region: FileRegion, slices: FileReader) -> None:
         self.name, self._region, self._slices = name, region, slices
@@ -26,7 +30,9 @@ class UnreadTensor:
     def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
         parts = (*index, *[slice(None)] * (len(self.shape) - len(index)))
         ranges = tuple(part.indices(size)[:2] for part, size in zip(parts, self.shape, strict=True))
-        return self._slices.read(self.name, self._region, ranges)
+        values = self._slices.read(self.name, self._region, ranges)
+        require_finite(self.name, values, str(self._region.file))
+        return values
 
 
 class CheckpointReader:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hf_formats.finite import FiniteCheck
 from hf_formats.fp8 import FP8_DTYPE
 from vllm.model_executor.model_loader.collect_digests import named_digests
 from vllm.model_executor.model_loader.digest import WeightDigest, copy_with_digests
@@ -41,6 +42,7 @@ class ShardWriter:
     def __init__(self, views: dict[str, WeightView]) -> None:
         self._shards: dict[str, Shard] = dict(item for name, view in views.items() for item in view.shards(name))
         self._written: dict[str, list[Ranges]] = {name: [] for name in self._shards}
+        self._finite = FiniteCheck()
         self._assembling: dict[str, Tensor] = {}  # packed matrices of which some elements were written
         device = next((shard.values.device for shard in self._shards.values() if shard.values is not None), None)
         self._digests_N = torch.zeros(len(self._shards), dtype=torch.int64, device=device)
@@ -55,7 +57,9 @@ class ShardWriter:
             del update  # or a receive buffer would live on while the next ones are filled
 
     def finish(self) -> dict[str, WeightDigest]:
-        """Name -> digest of this rank's shard; ValueError naming every weight that was not written completely."""
+        """Name -> digest of this rank's shard; ValueError naming every weight that was not written completely, or holds
+        NaN or infinity.
+        """
         sizes = {name: torch.Size(shard.shape).numel() for name, shard in self._shards.items()}
         missing = [
             f"{name} ({self._num_written(name)} of {size} elements came)"
@@ -65,12 +69,14 @@ class ShardWriter:
         if missing:
             more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
             raise ValueError(f"{len(missing)} weights were not updated: {', '.join(missing[:_SHOWN])}{more}")
+        self._finite.require("the update")
         return named_digests(self._shards, self._digests_N)
 
     def _write(self, update: WeightUpdate) -> None:
         name = update.hf_name
         shard, written, digest = self._shards[name], self._written[name], self._totals[name]
         matrix = shard.values
+        self._finite.add(name, update.values)
         if not isinstance(matrix, PackedMatrix):
             assert matrix is not None, name
             _copy(shard, matrix, update, written, digest)

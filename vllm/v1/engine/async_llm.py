@@ -15,6 +15,7 @@ from vllm.entrypoints.llm import LLM
 from vllm.inputs import PromptType
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.non_finite import NonFiniteLogitsError
 
 logger = logging.getLogger(__name__)
 
@@ -210,7 +211,7 @@ class AsyncLLM:
             while not self._inbox.is_closing:
                 self._take_in(running)
                 if running:
-                    outputs = engine.step()
+                    outputs = self._without_failed(engine.step(ends_failed_requests=True), running)
                     running.difference_update(output.request_id for output in outputs if output.finished)
                     self._on_loop(self._hand_out, outputs)
             engine.abort_request(list(running))
@@ -224,6 +225,21 @@ class AsyncLLM:
                 self._inbox.is_closing = True
                 self._inbox.changed.notify_all()
             self._on_loop(lambda: self._fail(list(self._collectors), error))
+
+    def _without_failed(self, outputs: Iterable[RequestOutput], running: set[str]) -> list[RequestOutput]:
+        """End the requests that have a failed sample, with its error; return the outputs of the others."""
+        kept = []
+        for output in outputs:
+            problem = next((str(one.stop_reason) for one in output.outputs if one.finish_reason == "error"), None)
+            if problem is None:
+                kept.append(output)
+                continue
+            self.llm.engine.abort_request([output.request_id])
+            running.discard(output.request_id)
+            is_broken = self.llm.core.model_problem is not None
+            error = NonFiniteLogitsError(problem) if is_broken else ValueError(problem)
+            self._on_loop(self._fail, [output.request_id], error)
+        return kept
 
     def _take_in(self, running: set[str]) -> None:
         """Add and abort the requests that the event loop asks for.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
+
 import torch
 from torch.profiler import record_function
 
@@ -12,8 +15,12 @@ from vllm.platforms import Platform
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.non_finite import NonFiniteLogitsError, failed_requests, model_problem, settings_problem
 from vllm.v1.request import Request, TopLogprobs
-from vllm.v1.worker.worker import Worker
+from vllm.v1.sample.sampler import SamplerOutput
+from vllm.v1.worker.worker import Worker, zero_blocks
+
+logger = logging.getLogger(__name__)
 
 
 class EngineCore:
@@ -27,6 +34,7 @@ class EngineCore:
         kv = KVCacheManager(self.worker.num_gpu_blocks, config.cache.block_size, config.cache.enable_prefix_caching)
         self.scheduler = Scheduler(config.scheduler, kv)
         self.num_steps = 0
+        self.model_problem: str | None = None  # why its logits are not finite, until the weights change
 
     @property
     def policy_version(self) -> int:
@@ -51,13 +59,48 @@ class EngineCore:
             output = self.worker.execute(step, exchange)
             token_ids = output.token_ids.tolist()
         self.num_steps += 1
+        problems = {} if output.is_whole else self._problems(step, output)
         if output.top is not None:
-            self._record_top(step, output.top)
-        finished = self.scheduler.update_from_output(step, token_ids, output.logprobs)
+            self._record_top(step, output.top, problems)
+        finished = self.scheduler.update_from_output(step, token_ids, output.logprobs, problems)
         if self.worker.keeps_routed_experts:
             for request in finished:  # their blocks are free, but hold what they held until the next step
                 request.routed_experts = self.worker.routed_experts(request.request_id)
+        if problems:
+            self._clean_free_blocks()
         return finished, True
+
+    def require_finite(self) -> None:
+        """NonFiniteLogitsError when a step's logits were not finite; the requests should be dropped then."""
+        if self.model_problem is not None:
+            raise NonFiniteLogitsError(self.model_problem)
+
+    def drop_requests(self) -> None:
+        """Drop all requests of a step that failed."""
+        self.scheduler.abort_all()
+        self._forget_problem()
+
+    def _problems(self, step: SchedulerOutput, output: SamplerOutput) -> dict[str, str]:
+        """Return what is wrong with the step's samples, by request."""
+        by_model, by_settings = failed_requests(step, output)
+        problems = {request.request_id: settings_problem(request) for request in by_settings}
+        if by_model:
+            self.model_problem = model_problem(by_model, self.worker)
+            problems |= {request.request_id: self.model_problem for request in by_model}
+        for problem in dict.fromkeys(problems.values()):
+            logger.error("%s", problem)
+        return problems
+
+    def _clean_free_blocks(self) -> None:
+        """Let no sequence find what failed requests have left in the cache."""
+        pool = self.scheduler.kv.pool
+        self.scheduler.kv.reset_prefix_cache()
+        zero_blocks(self.worker.kv_caches, [block for block in range(pool.num_blocks) if not pool.ref_count(block)])
+
+    def _forget_problem(self) -> None:
+        if self.model_problem is not None and self.worker.is_kv_cache_awake:
+            self._clean_free_blocks()
+        self.model_problem = None
 
     def idle_worker(self, action: str) -> Worker:
         """The worker, to change its weights or memory by `action`: cached prefixes are forgotten.
@@ -67,6 +110,7 @@ class EngineCore:
         if self.scheduler.has_unfinished:
             raise RuntimeError(f"{action} while requests are running: finish generate first")
         self.scheduler.kv.reset_prefix_cache()
+        self._forget_problem()
         return self.worker
 
     def set_policy_version(self, version: int | None) -> None:
@@ -90,11 +134,12 @@ class EngineCore:
             )
 
     @staticmethod
-    def _record_top(step: SchedulerOutput, top: list[TopLogprobs]) -> None:
+    def _record_top(step: SchedulerOutput, top: list[TopLogprobs], problems: Mapping[str, str]) -> None:
         entries = iter(top)
         for request, num_new in zip(step.requests, step.num_tokens, strict=True):
             if request.num_computed_tokens + num_new == len(request.token_ids):
                 rank, ids, logprobs = next(entries)
                 count = request.num_top_logprobs
-                if count:  # else its neighbours', which may end before it
+                # Else it has no token in this step, or these are its neighbours', which may end before it.
+                if count and request.request_id not in problems:
                     request.output_top.append((rank, ids[:count], logprobs[:count]))

@@ -76,14 +76,17 @@ class LLMEngine:
                 if self._stream_of.pop(request.request_id, None) is not None:
                     self.core.scheduler.abort(request)
 
-    def step(self) -> list[RequestOutput]:
+    def step(self, ends_failed_requests: bool = False) -> list[RequestOutput]:
         """Run one step and return its outputs, as `SamplingParams.output_kind` asks.
 
         Where replicas share experts, each calls it, with or without requests, while `has_unfinished_requests` of any.
-        A step that fails drops all requests.
+        A step that fails drops all requests. NonFiniteLogitsError when the model computes NaN or infinity, unless
+        `ends_failed_requests`: then the requests that get such logits end with finish_reason "error".
         """
         try:
             finished, self._is_anyone_busy = self.core.step()
+            if not ends_failed_requests:
+                self.core.require_finite()
         except BaseException:
             self._drop_all()
             raise
@@ -188,6 +191,7 @@ class LLMEngine:
                 is_anyone_busy = scheduler.has_unfinished
             else:
                 finished, is_anyone_busy = [], False
+            core.require_finite()
             for output in self._outputs_of(finished):
                 report(output)
             num_steps, total_steps, is_round = num_steps + 1, total_steps + 1, not interval
@@ -240,7 +244,7 @@ class LLMEngine:
         return [output for output in outputs if output is not None]
 
     def _drop_all(self) -> None:
-        self.core.scheduler.abort_all()
+        self.core.drop_requests()
         self.rebalancer.forget()
         self._forget_streams()
 

@@ -109,6 +109,7 @@ class OutputStream:
     def __init__(self, group: PromptGroup, kind: RequestOutputKind, decode: Decode | None, num_unfinished: int) -> None:
         self.group, self.kind, self.decode, self.num_unfinished = group, kind, decode, num_unfinished
         self._num_shown = [0] * len(group.samples)
+        self._failed: set[int] = set()  # samples whose error, without a token, was shown
         self._texts = [""] * len(group.samples)
         self._cumulative_logprobs = [0.0] * len(group.samples)
         self._detokenizers: list[IncrementalDetokenizer] = []
@@ -122,9 +123,15 @@ class OutputStream:
         completions = [
             self._advance(index, request)
             for index, request in enumerate(self.group.samples)
-            if request.num_output_tokens > self._num_shown[index]
+            if request.num_output_tokens > self._num_shown[index] or self._has_just_failed(index, request)
         ]
         return self.group.request_output(completions, self.decode) if completions else None
+
+    def _has_just_failed(self, index: int, request: Request) -> bool:
+        is_new = request.finish_reason == "error" and index not in self._failed
+        if is_new:
+            self._failed.add(index)
+        return is_new
 
     def _advance(self, index: int, request: Request) -> CompletionOutput:
         group, shown, text = self.group, self._num_shown[index], ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -23,6 +24,14 @@ class Processor:
         self.config, self.tokenizer = config, tokenizer
         self._num_prompts = 0  # over the engine's life: seeds those without a seed
 
+    @cached_property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end a sample: those of config.json, of generation_config.json, and the tokenizer's."""
+        hf = self.config.model.hf
+        named = None if self.tokenizer is None else self.tokenizer.end_token_id
+        is_new = named is not None and named not in hf.eos_token_ids and named < hf.vocab_size
+        return (*hf.eos_token_ids, named) if is_new and named is not None else hf.eos_token_ids
+
     def group(self, name: str, request_id: str, prompt: PromptType, params: SamplingParams) -> PromptGroup:
         """Return the prompt's group, without samples yet; ValueError, with `name`, when it is not a prompt."""
         fields: dict[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else dict(prompt)
@@ -35,7 +44,7 @@ class Processor:
             raise ValueError(f"{name} is text, but the engine has no tokenizer (skip_tokenizer_init=True)")
         else:
             tokens = self.tokenizer.load().encode(text)
-        return PromptGroup(name, request_id, text, tokens, params, self.config.model.hf.eos_token_ids)
+        return PromptGroup(name, request_id, text, tokens, params, self.end_token_ids)
 
     def problems(self, group: PromptGroup) -> list[str]:
         """Return the reasons why the group cannot be run; empty when it can.
@@ -72,7 +81,7 @@ class Processor:
         stop_ids = frozenset(params.stop_token_ids) | (
             frozenset() if params.ignore_eos else frozenset(group.eos_token_ids)
         )
-        extras, is_greedy = sampling_extras(params, self.tokenizer), params.temperature == 0
+        extras, is_greedy = sampling_extras(params, self.tokenizer), params.is_greedy
         for index in range(params.n):
             group.samples.append(
                 Request(
@@ -81,7 +90,7 @@ class Processor:
                     max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
                     min_tokens=params.min_tokens,
                     seed=seed % 2**64 if index == 0 else derive_seed(seed, index),
-                    temperature=params.temperature,
+                    temperature=0.0 if is_greedy else params.temperature,
                     top_k=0 if is_greedy else params.top_k,
                     top_p=1.0 if is_greedy else params.top_p,
                     stop_ids=stop_ids,

@@ -40,7 +40,7 @@ NO_EXTRAS = SamplingExtras()
 def sampling_extras(params: SamplingParams, tokenizer: LazyTokenizer | None) -> SamplingExtras | None:
     """Return the extras of a request; None when it has none, as most."""
     extras = SamplingExtras(
-        min_p=params.min_p if params.temperature > 0 else 0.0,
+        min_p=0.0 if params.is_greedy else params.min_p,
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
         repetition_penalty=params.repetition_penalty,

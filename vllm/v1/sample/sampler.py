@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -27,6 +28,16 @@ class SamplerOutput:
     logprobs: list[float]
     # Per row: rank of the sampled token, most likely ids, their log-probs.
     top: list[TopLogprobs] | None
+    unscored: list[Request] = field(default_factory=list)  # logits of their prompts are NaN or infinite
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every row has a token, as nearly always."""
+        return math.isfinite(sum(self.logprobs)) and not self.unscored
+
+    def are_finite(self) -> list[bool]:
+        """Whether each row could be drawn from."""
+        return [math.isfinite(logprob) for logprob in self.logprobs]
 
 
 class _RowSettings:
@@ -120,12 +131,14 @@ MAX_ROWS = 256  # of logits at a time: 132 MB in fp32 at DeepSeek-V3's vocabular
 
 def score_prompts(
     hidden_TH: Tensor, inputs: StepInputs, wanted: dict[int, Request], compute_logits: Callable[[Tensor], Tensor]
-) -> None:
-    """Add the prompt log-probs of the step's rows to the requests in `wanted`; rows that are done leave it.
+) -> list[Request]:
+    """Add the prompt log-probs of the step's rows to the requests in `wanted`; rows that are done leave it. Return the
+    requests with logits that are not finite.
 
     By log_softmax(logits) of the raw model. `compute_logits` may be collective over the TP ranks, which all see the
     same inputs.
     """
+    failed: list[Request] = []
     firsts = np.cumsum(inputs.query_lens_B) - inputs.query_lens_B
     columns = (inputs.rows_B.tolist(), firsts.tolist(), inputs.query_lens_B.tolist(), inputs.seq_lens_B.tolist())
     for row, first, num_new, seq_len in zip(*columns, strict=True):
@@ -140,15 +153,20 @@ def score_prompts(
             targets = request.token_ids[known + 1 : end + 1]
             hidden = hidden_TH[first + known - computed : first + end - computed]
             _score(request, hidden, targets, compute_logits)
+            if not math.isfinite(sum(request.prompt_logprobs[known:])):
+                failed.append(request)
         if seq_len >= request.num_prompt_tokens - 1:
             del wanted[row]
+    return failed
 
 
 def _score(request: Request, hidden_TH: Tensor, targets: list[int], compute_logits: Callable[[Tensor], Tensor]) -> None:
     for start in range(0, len(targets), MAX_ROWS):
-        logprobs_TW = compute_logits(hidden_TH[start : start + MAX_ROWS]).float().log_softmax(-1)
+        logits_TW = compute_logits(hidden_TH[start : start + MAX_ROWS]).float()
+        is_finite_T1 = logits_TW.isfinite().all(-1, keepdim=True)
+        logprobs_TW = logits_TW.log_softmax(-1)
         targets_T1 = hidden_TH.new_tensor(targets[start : start + MAX_ROWS], dtype=int64)[:, None]
-        chosen_T1 = logprobs_TW.gather(1, targets_T1)
+        chosen_T1 = torch.where(is_finite_T1, logprobs_TW.gather(1, targets_T1), float("nan"))
         ranks_T = (logprobs_TW > chosen_T1).sum(-1) + 1
         best = logprobs_TW.topk(min(request.num_prompt_logprobs or 0, logprobs_TW.shape[1]), dim=-1)
         request.prompt_logprobs += chosen_T1[:, 0].tolist()

@@ -19,6 +19,7 @@ from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.ops.contract import DecodeMetadata, KVCache, PrefillMetadata, RolloutOps
 from vllm.utils import async_tensor_h2d
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
 from vllm.v1.sample.sampler import Sampler, SamplerOutput, score_prompts
 from vllm.v1.worker.decode_graphs import DecodeGraphs
 from vllm.v1.worker.input_batch import InputBatch, StepInputs, prepare_step
@@ -50,13 +51,15 @@ class ModelRunner:
         rows = self.batch.update(step)
         inputs = prepare_step(self.batch, rows, np.array(step.num_tokens, dtype=np.int64))
         states_T, logits_of = self._forward(inputs, exchange, caches)
+        unscored: list[Request] = []
         if self.batch.prompts_to_score:
-            score_prompts(states_T, inputs, self.batch.prompts_to_score, logits_of)
+            unscored = score_prompts(states_T, inputs, self.batch.prompts_to_score, logits_of)
         if len(inputs.sampled_rows) == 0:
-            return SamplerOutput(np.empty(0, dtype=np.int64), [], None)
+            return SamplerOutput(np.empty(0, dtype=np.int64), [], None, unscored)
         if inputs.sampled_T is not None and len(states_T) > len(inputs.sampled_T):
             states_T = states_T.index_select(0, self._send(inputs.sampled_T))
         output = self.sampler(logits_of(states_T), self.batch, inputs.sampled_rows)
+        output.unscored = unscored
         self.batch.append_tokens(inputs.sampled_rows, output.token_ids)
         return output
 

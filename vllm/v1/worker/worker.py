@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_formats.finite import FiniteCheck
 from hf_formats.fp8 import SCALE_SUFFIX
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import ParallelState, StepExchange
@@ -91,11 +92,20 @@ class Worker:
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load (hf_name, full tensor) pairs; RuntimeError while the weights sleep.
 
-        When it raises, all weights count as not loaded: some are new by then and some are not.
+        When it raises, all weights count as not loaded: some are new by then and some are not. ValueError names those
+        that hold NaN or infinity.
         """
         self._require_weights("load_weights")
+        check = FiniteCheck()
+
+        def checked() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                check.add(name, tensor)
+                yield name, tensor
+
         with self._all_or_nothing():
-            loaded = self.model.load_weights(self._fp8_pairs.joined(weights))
+            loaded = self.model.load_weights(self._fp8_pairs.joined(checked()))
+            check.require("the update")
         self.names_to_load -= loaded
         return loaded
 
@@ -330,6 +340,13 @@ class Worker:
         """Return the smallest count of the replica: its ranks schedule alike only with equal caches."""
         mine = torch.tensor([count], dtype=torch.int64, device=self.platform.exchange_device(self.device))
         return int(self.parallel.tp.all_gather(mine).min())
+
+
+@torch.inference_mode()
+def zero_blocks(caches: list[KVCache], blocks: list[int]) -> None:
+    """Write zeros to KV blocks in all layers: NaN would reach the next owner even at the positions that are masked."""
+    for pages in (tensor for cache in caches for tensor in cache):
+        pages.index_fill_(0, async_tensor_h2d(np.array(blocks, dtype=np.int64), pages.device), 0)
 
 
 @torch.inference_mode()

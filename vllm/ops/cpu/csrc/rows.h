@@ -138,19 +138,29 @@ static inline vi load_keys(const int32_t* keys, long count) {
   return load_bits<vi>(lanes);
 }
 
-// Samples one row: the greedy token at temperature 0, else the winner of the exponential race.
+// Samples one row: the greedy token at temperature 0, else the winner of the exponential race. A row with NaN or infinity
+// gets -1 (NOT_FINITE of the contract) and NaN.
 static int64_t sample_row(const float* logits, long size, float temperature, const int32_t* keys,
                           const int32_t* vocab_keys, float* logprob) {
   const float factor = temperature > 0 ? temperature : 1.0f;
   const vi lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   vf peaks = splat(-INFINITY);
+  vi is_wrong = {};
   long i = 0;
+  auto given = [&](long at) { return load_n(logits + at, size - at); };
   auto scaled = [&](long at) {
-    vf v = load_n(logits + at, size - at);
+    vf v = given(at);
     if (factor != 1.0f) v = v / factor;  // a division takes as long as ten sums
     return at + LANES > size ? select(lanes < (int)(size - at), v, splat(-INFINITY)) : v;
   };
-  for (i = 0; i < size; i += LANES) peaks = maximum(peaks, scaled(i));
+  for (i = 0; i < size; i += LANES) {
+    is_wrong = is_wrong | (((vi)given(i) & 0x7fffffff) >= 0x7f800000);
+    peaks = maximum(peaks, scaled(i));
+  }
+  if (any(is_wrong)) {
+    *logprob = NAN;
+    return -1;
+  }
   const float peak = largest(peaks);
   vf total = {}, best = splat(-1.0f);
   float to_beat = 0;  // a little less than the best score; the noise of lanes below it is not finished

@@ -16,7 +16,7 @@ def sample_parts(
     keys: tl.tensor,  # int32 [B, 2]
     vocab_keys: tl.tensor,  # int32 [W]
     numbers: tl.tensor,  # fp32 [B, parts, 4]: peak, sum of weights, the race's best quotient, its winner's scaled logit
-    tokens: tl.tensor,  # int32 [B, parts, 2]: the race's winner, the most likely one
+    tokens: tl.tensor,  # int32 [B, parts, 2]: the race's winner, -1 when a logit is not finite; the most likely one
     num_parts: tl.tensor,
     W: tl.constexpr,
     TILE_W: tl.constexpr,
@@ -24,7 +24,9 @@ def sample_parts(
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     w = part * TILE_W + tl.arange(0, TILE_W)
     warmth = tl.load(temperature + row)
-    scaled_W = tl.load(logits + row * W + w, mask=w < W, other=float("-inf")) / tl.where(warmth > 0, warmth, 1.0)
+    given_W = tl.load(logits + row * W + w, mask=w < W, other=float("-inf"))
+    num_wrong = tl.sum(tl.where((w < W) & ~(tl.abs(given_W) < float("inf")), 1, 0), 0)
+    scaled_W = given_W / tl.where(warmth > 0, warmth, 1.0)
     peak = tl.max(scaled_W, 0)
     weights_W = tl.exp(scaled_W - tl.where(peak > float("-inf"), peak, 0.0))
     noise_W = _exponential_noise(tl.load(keys + 2 * row), tl.load(keys + 2 * row + 1), vocab_keys, w, W)
@@ -35,7 +37,7 @@ def sample_parts(
     tl.store(numbers + 4 * at + 1, tl.sum(weights_W, 0))
     tl.store(numbers + 4 * at + 2, tl.max(race_W, 0))
     tl.store(numbers + 4 * at + 3, tl.max(tl.where(is_winner, scaled_W, float("-inf")), 0))
-    tl.store(tokens + 2 * at, part * TILE_W + winner)
+    tl.store(tokens + 2 * at, tl.where(num_wrong > 0, -1, part * TILE_W + winner))
     tl.store(tokens + 2 * at + 1, part * TILE_W + tl.argmax(scaled_W, 0))
 
 
@@ -76,5 +78,6 @@ def choose_part(
     chosen = row * num_parts + tl.where(is_random, drawn, likely)
     token = tl.load(tokens + 2 * chosen + tl.where(is_random, 0, 1))
     logit = tl.where(is_random, tl.load(numbers + 4 * chosen + 3), peak)
-    tl.store(sampled + row, token.to(tl.int64))
-    tl.store(logprobs + row, logit - log_total)
+    is_wrong = tl.min(tl.load(tokens + 2 * at, mask=is_part, other=0), 0) < 0
+    tl.store(sampled + row, tl.where(is_wrong, -1, token).to(tl.int64))
+    tl.store(logprobs + row, tl.where(is_wrong, float("nan"), logit - log_total))

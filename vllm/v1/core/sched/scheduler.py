@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Mapping
 
 from vllm.config import SchedulerConfig
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -176,20 +177,29 @@ class Scheduler:
             self.kv.free(request)
         return bool(holders)
 
-    def update_from_output(self, step: SchedulerOutput, token_ids: list[int], logprobs: list[float]) -> list[Request]:
+    def update_from_output(
+        self,
+        step: SchedulerOutput,
+        token_ids: list[int],
+        logprobs: list[float],
+        problems: Mapping[str, str] | None = None,
+    ) -> list[Request]:
         """Count the step as computed and append its samples; returns the finished requests, whose blocks are freed.
 
         token_ids and logprobs (floats, natural log) hold one entry for each request of the step that has no uncomputed
-        token left, in the step's order.
+        token left, in the step's order. A request whose id is in `problems` ends with that error instead.
         """
         finished: list[Request] = []
         samples = iter(zip(token_ids, logprobs, strict=True))
         for request, num_new in zip(step.requests, step.num_tokens, strict=True):
             request.num_computed_tokens += num_new
-            if request.num_computed_tokens < len(request.token_ids):
-                continue  # a chunk of a prompt: its last row's prediction is a token we already have
-            token, logprob = next(samples)
-            if request.append(token, logprob):
+            is_chunk = request.num_computed_tokens < len(request.token_ids)
+            # A chunk of a prompt: its last row's prediction is a token we already have.
+            token, logprob = (0, 0.0) if is_chunk else next(samples)
+            if problems and request.request_id in problems:
+                request.fail(problems[request.request_id])
+                finished.append(request)
+            elif not is_chunk and request.append(token, logprob):
                 finished.append(request)
         if finished:
             for request in finished:
