@@ -135,3 +135,12 @@ def test_a_cpu_profile_has_this_machines_memory() -> None:
     given = tomllib.loads(cpu_profile(16 * GIB, 4))
     assert (given["memory_gib"], given["host_memory_gib"], given["devices_per_node"]) == (4.0, 16.0, 4)
     assert given["domain_link"]["gbs"] > 0
+
+
+def test_a_cpu_profile_has_the_rates_of_a_workers_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {}
+    for threads in ("1", "2"):
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+        rates[threads] = tomllib.loads(cpu_profile(16 * GIB, 1))
+    assert rates["2"]["peak_bf16_tflops"] == 2 * rates["1"]["peak_bf16_tflops"]
+    assert rates["1"]["hbm_gbs"] < rates["2"]["hbm_gbs"] <= rates["2"]["host_memory_gbs"]

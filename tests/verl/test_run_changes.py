@@ -39,6 +39,13 @@ def test_another_reward_data_set_or_algorithm_is_recorded(tmp_path: Path, caplog
     assert line["changes"][1] == {"key": "algorithm.adv_estimator", "was": "grpo", "now": "rloo"}
     assert "from step 5 on this run learns from something else" in caplog.text
 
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        record_changes(str(tmp_path / "other"), 4, {**was, "OMP_NUM_THREADS": 2}, {**was, "OMP_NUM_THREADS": 1})
+    told = "the last bits differ from those of one run: OMP_NUM_THREADS was 2, is 1; set OMP_NUM_THREADS=2 to keep them"
+    assert told in caplog.text and "something else" not in caplog.text
+    assert (tmp_path / "other" / RECORD).exists()
+
     record_changes(str(tmp_path), 6, now, now)  # goes on after step 6
     assert len((tmp_path / RECORD).read_text().splitlines()) == 1
     record_changes(str(tmp_path), 2, was, was)  # or again from step 2, with what it had at first

@@ -28,6 +28,7 @@ from verl.single_controller.base.decorator import (
 from verl.single_controller.base.worker_group import Mesh, WorkerGroup
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.single_controller.ray.resources import Slot, actor_resources, rank_environment
+from verl.utils.cores import usable_cores
 
 
 def worker_class() -> type[Worker]:
@@ -287,9 +288,19 @@ def test_devices_take_one_resource_and_stay_visible() -> None:
     assert actor_resources("npu", 2) == {"num_cpus": 2, "num_gpus": 0, "resources": {"NPU": 1}}
     assert actor_resources("cuda", 2) == {"num_cpus": 2, "num_gpus": 1, "resources": {}}
     slot = Slot(rank=9, local_rank=1, world_size=16, placement=None, bundle_index=0)  # type: ignore[arg-type]
-    env = rank_environment(slot, "npu", {"HCCL_IF_BASE_PORT": "1", "HOME": "/x"})
-    assert env["HCCL_IF_BASE_PORT"] == "1" and "HOME" not in env and "OMP_NUM_THREADS" not in env
+    env = rank_environment(slot, "npu", 8, {"HCCL_IF_BASE_PORT": "1", "HOME": "/x"})
+    assert env["HCCL_IF_BASE_PORT"] == "1" and "HOME" not in env
     assert env["RANK"] == "9" and env["RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES"] == "1"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "npu"])
+def test_ranks_share_the_cores_of_their_node(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray itself gives a process of one CPU one thread."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    slot = Slot(rank=0, local_rank=0, world_size=1, placement=None, bundle_index=0)  # type: ignore[arg-type]
+    threads = [rank_environment(slot, device, num_on_node, {})["OMP_NUM_THREADS"] for num_on_node in (1, 2, 16)]
+    assert threads == [str(usable_cores()), "1", "1"]
+    assert rank_environment(slot, device, 16, {"OMP_NUM_THREADS": "3"})["OMP_NUM_THREADS"] == "3"
 
 
 def test_dp_compute_wants_one_entry_per_rank() -> None:

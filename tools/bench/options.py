@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from verl.utils.cores import usable_cores
 
 
 def parser_of(module: str, description: str | None) -> argparse.ArgumentParser:
@@ -48,7 +49,7 @@ def interpreter_problems(option: str, python: str | None, environment: str) -> l
 
 def thread_problems(num_threads: int) -> list[str]:
     """Why an engine cannot have so many threads, each with a CPU."""
-    num_cpus = len(os.sched_getaffinity(0))
+    num_cpus = usable_cores()
     return [f"--threads {num_threads}: this process may use {num_cpus} CPUs"] if num_threads > num_cpus else []
 
 

@@ -15,6 +15,7 @@ import psutil
 
 from third_party import jemalloc
 from tools.doctor.finding import GIB, ROOT, Finding, JobNeeds, stack_of_torch
+from verl.utils.cores import usable_cores
 
 
 def python() -> Iterator[Finding]:
@@ -39,7 +40,9 @@ def packages() -> Iterator[Finding]:
 
 
 def memory(needs: JobNeeds) -> Iterator[Finding]:
-    yield Finding("cores", f"{os.cpu_count()} ({platform.machine()})")
+    usable, all_of_them = usable_cores(), os.cpu_count() or 1
+    limit = "" if usable == all_of_them else f" of {all_of_them}, by affinity or the container's quota"
+    yield Finding("cores", f"{usable}{limit} ({platform.machine()})")
     found = psutil.virtual_memory()
     value = f"{found.available / GIB:.0f} of {found.total / GIB:.0f} GiB free"
     remedy, has_never = "", found.total < 0.9 * needs.memory_gib * GIB

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -20,6 +19,7 @@ from tools.plan.repeated import RepeatedCalls
 from tools.plan.setup import PlannedRun
 from tools.plan.training import OLD, REF, UPDATE, StepSize
 from verl.trainer.config import PPOTrainerConfig
+from verl.utils.cores import usable_cores
 
 PROCESS_BYTES = 3 * GIB  # a worker's memory without its tensors: Python, torch, communicators; modelled, see README
 CHECKED_MINI_BATCHES = 2
@@ -149,7 +149,7 @@ def _plan_ranks(run: PlannedRun, size: StepSize, ranks: Sequence[int]) -> Iterat
     order = [str(rank) for rank in (*ranks[:2], *ranks[:1:-1])]
     work = partial(_plan_task, run.config, run.device, size)
     done: dict[str, RankPlan] = {}
-    with closing(run_tasks(work, order, os.cpu_count() or 1, on_bytes=lambda _: None)) as planned:
+    with closing(run_tasks(work, order, usable_cores(), on_bytes=lambda _: None)) as planned:
         for rank in order:
             while rank not in done:
                 done.update([next(planned)])

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from verl.utils.cores import THREADS
+
 _STEP_FILE = re.compile(r"step_(\d+)\.jsonl")
 
 
@@ -77,8 +79,8 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def changed(change: dict[str, Any]) -> list[str]:
-    """What a resume changed: the reward, the data, the algorithm."""
+    """What a resume changed: the reward, the data, the algorithm, the threads of a worker."""
     keys = {entry["key"].split(".")[0] for entry in change["changes"]}
-    kinds = {"custom_reward_function": "reward", "reward_model": "reward", "data": "data"}
+    kinds = {"custom_reward_function": "reward", "reward_model": "reward", "data": "data", THREADS: "threads"}
     found = {kinds.get(key, "algorithm") for key in keys}
-    return [kind for kind in ("reward", "data", "algorithm") if kind in found]
+    return [kind for kind in ("reward", "data", "algorithm", "threads") if kind in found]

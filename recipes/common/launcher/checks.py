@@ -20,6 +20,7 @@ from verl.trainer.config.checks import missing_dispatcher
 from verl.trainer.config.config import PPOTrainerConfig
 from verl.trainer.config.data import file_list
 from verl.trainer.config.validate import validate_config
+from verl.utils.cores import threads_per_worker
 from verl.utils.parquet import schema_problems
 from verl.utils.reward_score.static_check import file_problem
 from verl.utils.trackers import missing_packages
@@ -44,6 +45,7 @@ def setting_problems(settings: Settings, role: NodeRole) -> list[str]:
     found = writable_problems("OUTPUT_DIR", settings.output_dir)
     if settings.plan_device is not None:
         found += _refusals("PLAN_DEVICE", lambda: load_device(str(settings.plan_device)))
+    found += problems_of_threads()
     if settings.dist_ckpt_path is not None and not has_shards(settings.dist_ckpt_path):
         found += writable_problems("DIST_CKPT_PATH", settings.dist_ckpt_path)
     if role.is_head:
@@ -56,6 +58,15 @@ def setting_problems(settings: Settings, role: NodeRole) -> list[str]:
         if settings.model_path is not None:
             found += model_problems(settings.model_path)
     return found
+
+
+def problems_of_threads() -> list[str]:
+    """Whether OMP_NUM_THREADS, which a user may set, is a number of threads."""
+    try:
+        threads_per_worker(1)
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 def reward_problems(job: Job) -> list[str]:

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from recipes.common.launcher.processes import OwnProcesses, python_path
 from recipes.common.launcher.records import Records, files_of
 from recipes.common.recipe import ROOT
 from verl.trainer.config.load import to_yaml
+from verl.utils.cores import threads_per_worker
 
 TIMEOUT_S = 900.0  # 671B on 256 dies: a minute of one core
 CUDA_PROFILES = ("GB200", "H200", "H100", "H20")  # words of torch's names of GPUs; in lower case, the profiles' names
@@ -117,14 +119,22 @@ def cuda_profile(gpu_name: str, memory_bytes: int, host_bytes: int) -> str:
 
 
 def cpu_profile(memory_bytes: int, num_workers: int) -> str:
-    """A CPU where ``num_workers`` processes share ``memory_bytes``."""
-    workers = dict.fromkeys(("devices_per_node", "domain_devices"), str(num_workers))
-    return _profile("cpu", memory_gib=_gib(memory_bytes / num_workers), host_memory_gib=_gib(memory_bytes), **workers)
+    """A CPU where ``num_workers`` processes share ``memory_bytes`` and the cores."""
+    core, threads = tomllib.loads(_text("cpu")), threads_per_worker(num_workers)
+    given: dict[str, object] = dict.fromkeys(("devices_per_node", "domain_devices"), num_workers)
+    given["peak_bf16_tflops"] = core["peak_bf16_tflops"] * threads
+    given["hbm_gbs"] = min(core["hbm_gbs"] * threads, core["host_memory_gbs"])
+    memory = {"memory_gib": _gib(memory_bytes / num_workers), "host_memory_gib": _gib(memory_bytes)}
+    return _profile("cpu", **memory, **{name: str(value) for name, value in given.items()})
+
+
+def _text(profile: str) -> str:
+    return (ROOT / "tools" / "plan" / "devices" / f"{profile}.toml").read_text(encoding="utf-8")
 
 
 def _profile(base: str, **values: str) -> str:
     """The planner's profile ``base`` as TOML, with these values in place of its own."""
-    text = (ROOT / "tools" / "plan" / "devices" / f"{base}.toml").read_text(encoding="utf-8")
+    text = _text(base)
     for key, value in values.items():
         line = f"{key} = {value}".replace("\\", r"\\")
         text = re.sub(rf"^{key} *=.*", line, text, flags=re.MULTILINE)

@@ -18,6 +18,7 @@ from recipes.common.launcher import network, nodes, output_dir
 from recipes.common.launcher.job import Job
 from recipes.common.launcher.processes import POLL_S, OwnProcesses, RunFailed, how_it_ended, last_lines, python_path
 from recipes.common.launcher.settings import NodeRole
+from verl.utils.cores import THREADS, threads_per_worker, usable_cores
 from verl.utils.net_utils import LOOPBACK, accepts_connections, free_ports
 
 START_TIMEOUT_S = 90.0
@@ -48,7 +49,7 @@ def ray_command(
         command += ["--address", ray_address(job, role)]
     command += ["--dashboard-agent-listen-port", ports[1]]
     command += ["--min-worker-port", "0", "--max-worker-port", "0"]  # any free port: its own range collides with others
-    command += ["--num-cpus", str(max(os.cpu_count() or 1, job.npus_per_node + 4))]
+    command += ["--num-cpus", str(max(usable_cores(), job.npus_per_node + 4))]
     if labels:
         command += ["--labels", ",".join(f"{name}={value}" for name, value in labels.items())]
     if job.device == "npu":
@@ -87,6 +88,7 @@ def run_variables(job: Job, role: NodeRole) -> dict[str, str]:
         "RAY_prestart_worker_first_driver": "0",
         **(loss_variables(job.settings.lost_timeout_s) if job.nnodes > 1 else {}),
         "HYDRA_FULL_ERROR": "1",
+        THREADS: str(threads_per_worker(job.npus_per_node)),
         "TOKENIZERS_PARALLELISM": "false",
         "GLOO_SOCKET_IFNAME": role.interface,
         "TP_SOCKET_IFNAME": role.interface,
@@ -106,8 +108,6 @@ def run_variables(job: Job, role: NodeRole) -> dict[str, str]:
     elif job.device == "cuda":
         variables["NCCL_SOCKET_IFNAME"] = role.interface
     else:
-        threads = max(1, (os.cpu_count() or 1) // job.npus_per_node)
-        variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(threads)
         variables["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
         variables |= {name: os.environ.get(name) or value for name, value in KEPT_MEMORY.items()}
     return variables

@@ -112,7 +112,7 @@ def build_into(out: Path) -> None:
         source, flags = units[name]
         run("g++", "-c", "-fPIC", "-O1", *flags, str(source), "-o", str(out / f"{name}.o"))
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         list(pool.map(compile_unit, sorted(units, key=lambda name: name != "cpu_kernels")))
 
     link(out, "libascendcl", ["runtime", "memory", "graphs", "legacy", "profiling"])

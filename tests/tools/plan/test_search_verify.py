@@ -31,7 +31,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> WholePlan:
     device = load_device("cpu")
     run = PlannedRun("tiny", config, load_hf_config(str(path)), device)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "cpu_count", lambda: 1)
+        patch.setattr(os, "sched_getaffinity", lambda _: {0})
         return plan_run(run, SIZE, ends_when_full=True)
 
 
@@ -58,7 +58,7 @@ def test_the_half_that_is_too_full(plan: WholePlan) -> None:
 
 
 def test_the_first_rank_that_is_too_full_ends_it(plan: WholePlan, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 1)  # one core plans all ranks in this process
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})  # one core plans all ranks in this process
     small = replace(plan.run, device=replace(plan.run.device, memory_gib=1024 / 2**30))
     part = plan_run(small, SIZE, ends_when_full=True)
     assert [rank.rank for rank in part.stages] == [0] and not part.is_whole

@@ -8,7 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from verl.single_controller.base.decorator import Dispatch, Execute, register
+from verl.utils.cores import threads_per_worker
 from verl.utils.net_utils import free_ports
 from verl.utils.timeline import ClockReading, Recording, Timeline, read_clock
 
@@ -62,6 +65,8 @@ class Worker(WorkerHelper):
     def __init__(self, cuda_visible_devices: str | None = None) -> None:
         if cuda_visible_devices is not None:
             os.environ[_VISIBLE] = cuda_visible_devices
+        # By itself torch takes no more threads than there are cores, whatever the variable says.
+        torch.set_num_threads(threads_per_worker(int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
         self._rank, self._world_size, self.local_rank = map(_int_env, ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
         self.fused_worker_dict: dict[str, Worker] = {}
         self._meshes: dict[str, tuple[int, bool]] = {}
@@ -101,6 +106,11 @@ class Worker(WorkerHelper):
     def execute_func_rank_zero(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``func(...)`` on rank 0."""
         return func(*args, **kwargs)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    def num_threads(self) -> int:
+        """The threads that share one operation of torch on rank 0."""
+        return torch.get_num_threads()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def begin_timeline(self) -> ClockReading:

@@ -152,9 +152,10 @@ class RayWorkerGroup(DirectCalls):
         self._slots = in_world(slots, [] if joins is None else joins._slots, num_later_ranks)
         self.worker_names = [f"{self._prefix}_{slot.bundle_index}:{slot.local_rank}" for slot in self._slots]
         more = {**ray_cls_with_init.options, **({"lifetime": "detached"} if detached else {})}
+        is_alone = is_one_node()
         try:
             self._actors = [
-                _new_actor(slot, device_name, num_cpus_per_worker, {**more, "name": name})
+                _new_actor(slot, device_name, num_cpus_per_worker, {**more, "name": name}, is_alone)
                 for slot, name in zip(self._slots, self.worker_names, strict=True)
             ]
             self._start_workers(ray_cls_with_init, start_timeout_s, joins)
@@ -369,12 +370,13 @@ def _has_failed(ref: ray.ObjectRef) -> bool:
         return True
 
 
-def _new_actor(slot: Slot, device_name: str, num_cpus: float, options: dict[str, Any]) -> Any:
+def _new_actor(slot: Slot, device_name: str, num_cpus: float, options: dict[str, Any], is_one_node: bool) -> Any:
     remote_class = ray.remote(max_restarts=0, max_task_retries=0)(WorkerProcess)
     resources = actor_resources(device_name, num_cpus)
     more = {name: value for name, value in options.items() if name not in ("resources", "runtime_env")}
     environment = dict(options.get("runtime_env", {}))
-    environment["env_vars"] = environment.get("env_vars", {}) | rank_environment(slot, device_name)
+    num_on_node = slot.world_size if is_one_node else slot.local_world_size
+    environment["env_vars"] = environment.get("env_vars", {}) | rank_environment(slot, device_name, num_on_node)
     settings: dict[str, Any] = {
         **more,
         **resources,

@@ -17,6 +17,7 @@ from ray.util.placement_group import (
 )
 
 from verl.single_controller.base.worker_group import ClassWithInitArgs, ResourcePool
+from verl.utils.cores import THREADS, threads_per_worker
 from verl.utils.errors import BatchError
 from verl.utils.rank_log import LOG_DIR
 
@@ -167,18 +168,20 @@ def actor_resources(device_name: str, num_cpus: float) -> dict[str, object]:
     return {"num_cpus": bundle.pop("CPU"), "num_gpus": num_gpus, "resources": bundle}
 
 
-def rank_environment(slot: Slot, device_name: str, driver_env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Variables a rank needs before torch is imported.
+def rank_environment(
+    slot: Slot, device_name: str, num_on_node: int, driver_env: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Variables a rank needs before torch is imported; ``num_on_node`` ranks share its node's cores.
 
-    Every process sees all devices of its node and picks number LOCAL_RANK, so Ray must not hide the others.
+    Every process sees all devices of its node and picks number LOCAL_RANK, so Ray must not hide the others. All
+    ranks have as many threads as the driver's node gives a worker. Without it Ray would give them their CPUs, mostly 1.
     """
     env = {name: value for name, value in driver_env.items() if name.startswith(_PASSED_ON)}
     env |= {"RANK": str(slot.rank), "WORLD_SIZE": str(slot.world_size), "LOCAL_RANK": str(slot.local_rank)}
     env |= {"RAY_LOCAL_RANK": str(slot.local_rank), "WG_BACKEND": "ray"}
     env |= dict.fromkeys(("LOCAL_WORLD_SIZE", "RAY_LOCAL_WORLD_SIZE"), str(slot.local_world_size))
-    if device_name == "cpu":
-        env["OMP_NUM_THREADS"] = "1"
-    else:
+    env[THREADS] = str(threads_per_worker(num_on_node, driver_env))
+    if device_name != "cpu":
         env["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
         env["RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES"] = "1"
     return env

@@ -49,6 +49,7 @@ from verl.trainer.ppo.stop_request import StopRequest, TrainingInterruptedError
 from verl.trainer.ppo.ungraded import UngradedLimit
 from verl.trainer.ppo.utils import Role, WorkerType
 from verl.trainer.ppo.validation import Validator
+from verl.utils.cores import THREADS
 from verl.utils.dataset import PromptItems, ResumableLoader
 from verl.utils.dataset.creation import create_rl_dataset, create_rl_sampler
 from verl.utils.device import op_tables_text, resolve_device
@@ -148,6 +149,8 @@ class RayPPOTrainer:
     def use_workers(self) -> None:
         """Make the source of samples and everything else that works on the started workers."""
         trainer = self.config.trainer
+        num_threads = self.workers.num_threads()
+        logger.info("%s=%d in each worker", THREADS, num_threads)
         self.source = self._make_source()
         self.checkpoints = RunCheckpoints(
             trainer,
@@ -155,7 +158,7 @@ class RayPPOTrainer:
             self.workers,
             self.source,
             self.kl_ctrl,
-            learning_settings(self.config),
+            learning_settings(self.config) | {THREADS: num_threads},
         )
         self.validator = Validator(
             self.config,

@@ -17,6 +17,7 @@ from typing import Any
 from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.config.data import file_list
 from verl.trainer.ppo.checkpointing import write_text
+from verl.utils.cores import THREADS
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ def record_changes(report_dir: str, step: int, was: Mapping[str, Any], now: Mapp
     """Writes down what differs between a checkpoint's settings and this run's, which goes on after ``step``.
 
     Lines of steps that will be run again are removed. A key that the checkpoint has not is one of a newer version and
-    no change, but for the keys that a user makes.
+    no change, but for the keys that a user makes. Another number of threads rounds sums in another order.
     """
     path = Path(report_dir).expanduser() / RECORD
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
@@ -78,8 +79,13 @@ def record_changes(report_dir: str, step: int, was: Mapping[str, Any], now: Mapp
         if was.get(key) != now.get(key) and (key in was or key.startswith(_OPEN))
     ]
     if changes and was:
-        listed = "; ".join(f"{change['key']} was {change['was']}, is {change['now']}" for change in changes)
-        logger.warning("from step %d on this run learns from something else: %s", step + 1, listed)
+        listed = {change["key"]: f"{change['key']} was {change['was']}, is {change['now']}" for change in changes}
+        if threads := listed.pop(THREADS, None):
+            threads += f"; set {THREADS}={was[THREADS]} to keep them"
+            logger.warning("from step %d on the last bits differ from those of one run: %s", step + 1, threads)
+        if listed:
+            text = "; ".join(listed.values())
+            logger.warning("from step %d on this run learns from something else: %s", step + 1, text)
         kept.append(json.dumps({"step": step + 1, "changes": changes}))
     if kept != lines:
         path.parent.mkdir(parents=True, exist_ok=True)
