@@ -16,7 +16,9 @@ def help_text(arguments: Sequence[str]) -> str:
         return f"usage: python -m recipes.common.launch {'|'.join(recipe_names())} [argument ...]"
     recipe = load_recipe(arguments[0])
     width = max(60, min(120, shutil.get_terminal_size().columns))
-    return "\n".join([*_wrapped(_about(recipe), width), "", *_table(recipe, width), "", *_wrapped(_options(recipe), width)])
+    return "\n".join(
+        [*_wrapped(_about(recipe), width), "", *_table(recipe, width), "", *_wrapped(_options(recipe), width)]
+    )
 
 
 def _about(recipe: Recipe) -> str:
