@@ -75,12 +75,12 @@ has_gpu() {
     compgen -G "/dev/nvidia[0-9]*" >/dev/null || command -v nvidia-smi >/dev/null 2>&1
 }
 
-# Ray puts the path into command lines that it takes apart again; other characters, any alphabet's among them, come through.
+# `ray start` puts the path into a command of a shell, unquoted; other characters, of any alphabet, come through.
 check_path() { # NAME FOLDER
     local path="$2"
     [[ "$path" = /* ]] || path="$PWD/$path"
     case "$path" in
-        *[[:space:]\'\"\\]*) die "$1=$path has a space, a quote or a backslash in its path, and Ray cannot start from such an environment: set $1 to a folder without one, for example $1=/tmp/r1_zero-venv" ;;
+        *[[:space:]\'\"\\\$\`\;\&\|\<\>\(\)\*\?]*) die "$1=$path has a space or another character of the shell in its path, and Ray cannot start from such an environment: set $1 to a folder without one, for example $1=/tmp/r1_zero-venv" ;;
         *:*) die "$1=$path has a colon in its path, and Python makes no environment there: set $1 to a folder without one" ;;
     esac
 }

@@ -241,7 +241,7 @@ def test_the_simulator_does_not_lie_over_a_torch_that_ends_torch_npu(repo: Path)
         assert (repo / ".venv-npu").exists() == (cuda is None)
 
 
-@pytest.mark.parametrize("character", [" ", "\t", "'", '"', "\\", ":"])
+@pytest.mark.parametrize("character", [*" \t'\"\\:$`;&|<>()*?"])
 def test_a_path_from_which_ray_cannot_start_is_refused_before_anything_is_made(repo: Path, character: str) -> None:
     folder = repo / f"a{character}b"
     for name in ("VENV_DIR", "NPU_VENV_DIR"):
