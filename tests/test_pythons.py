@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).with_name("pythons.sh")
 
 
+@pytest.mark.slow
 def test_each_python_is_found_once_and_the_environments_own_is_left_out(tmp_path: Path) -> None:
     """One on PATH, the same one under another name, and pyenv's, whose version set-up does not take."""
     for name in ("bin/python3", "bin/python3.11", "pyenv/versions/3.9.1/bin/python3"):
