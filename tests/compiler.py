@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 HAS_COMPILER = shutil.which(os.environ.get("CXX", "g++")) is not None
-REASON = "needs a C++ compiler"
-REMEDY = "install g++ 12 or newer (Debian: apt-get install g++), or name another compiler in CXX"
+REASON = "needs a compiler"
+REMEDY = "install g++ 12 or newer (Debian: apt-get install g++), or name other compilers in CXX and CC"
 UNCOMPILED = pytest.StashKey[set[str]]()  # the files that were left out
 needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason=REASON)
+needs_c_compiler = pytest.mark.skipif(shutil.which(os.environ.get("CC", "cc")) is None, reason=REASON)
 
 
 def builds_kernels(path: Path) -> bool:

@@ -104,7 +104,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     tests = [report for report in terminalreporter.getreports("skipped") if REASON in str(report.longrepr)]
     if files or tests:
         terminalreporter.write_line(
-            f"LEFT OUT: {len(files)} files and {len(tests)} other tests, because there is no C++ compiler: {REMEDY}"
+            f"LEFT OUT: {len(files)} files and {len(tests)} other tests, because a compiler is not found: {REMEDY}"
         )
 
 

@@ -75,6 +75,16 @@ has_gpu() {
     compgen -G "/dev/nvidia[0-9]*" >/dev/null || command -v nvidia-smi >/dev/null 2>&1
 }
 
+# `ray start` puts the path into a command of a shell, unquoted; other characters, of any alphabet, come through.
+check_path() { # NAME FOLDER
+    local path="$2"
+    [[ "$path" = /* ]] || path="$PWD/$path"
+    case "$path" in
+        *[[:space:]\'\"\\\$\`\;\&\|\<\>\(\)\*\?]*) die "$1=$path has a space or another character of the shell in its path, and Ray cannot start from such an environment: set $1 to a folder without one, for example $1=/tmp/r1_zero-venv" ;;
+        *:*) die "$1=$path has a colon in its path, and Python makes no environment there: set $1 to a folder without one" ;;
+    esac
+}
+
 check_venv_dir() { # NAME FOLDER
     if [ -e "$2" ] && [ ! -e "$2/pyvenv.cfg" ] && [ -n "$(ls -A "$2" 2>/dev/null)" ]; then
         die "$1=$2 exists and is not a virtual environment: name another folder, or empty it"
@@ -245,10 +255,12 @@ if [ "$LAYER" = command ]; then
     say "the command is $VENV_DIR/bin/vllm"
     exit 0
 fi
+check_path VENV_DIR "$VENV_DIR"
 check_stack
 if [ "$LAYER" = simulator ]; then
     [ "$STACK" = cann92 ] || die "the simulated devices are for STACK=cann92: torch-npu 2.5.1.post1 does not run on them"
     NPU_VENV_DIR="${NPU_VENV_DIR:-$ROOT/.venv-npu}"
+    check_path NPU_VENV_DIR "$NPU_VENV_DIR"
     [ -x "$VENV_DIR/bin/python" ] || die "no environment in VENV_DIR=$VENV_DIR to put it over: run tools/setup_env.sh dev first"
     [ -z "$(cuda_of_torch)" ] || die "$WANTS_CPU_BUILD"
     if ! simulator_is_current; then

@@ -23,6 +23,7 @@ from mindspeed_llm.hf_checkpoint import HFCheckpoint
 from mindspeed_llm.sharded_checkpoint import shard_layout, torch_file_regions
 from mindspeed_llm.weight_plan import TensorPlan
 from mindspeed_llm.weight_source import copy_values
+from tests.compiler import needs_c_compiler
 from tests.mindspeed_llm.test_conversion import EXTENDED, GROUPED, assert_same_bytes, shard, sizes, unshard
 from tests.mindspeed_llm.tiny import tiny_hf_config, write_tiny_checkpoint
 
@@ -95,6 +96,7 @@ def test_workers_kernels_and_memory_change_no_byte(fp8: Path, tmp_path: Path) ->
     assert_same_bytes(tmp_path / "one", tmp_path / "two")
 
 
+@needs_c_compiler
 @pytest.mark.parametrize("is_turned", [False, True])
 def test_native_loops_give_torchs_bits(is_turned: bool) -> None:
     codes = torch.arange(256, dtype=torch.uint8).repeat(300, 2)[:, :333].contiguous()
@@ -118,6 +120,7 @@ def test_native_loops_give_torchs_bits(is_turned: bool) -> None:
     assert out.isnan().tolist() == [[True, True, False]]
 
 
+@needs_c_compiler
 def test_native_checksum_is_zlibs() -> None:
     data = torch.randint(0, 256, (5000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).numpy().data
     for start, stop in ((0, 0), (0, 5), (3, 66), (1, 64 + 1), (0, 79), (7, 4999), (0, 4096)):

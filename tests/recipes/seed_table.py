@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -59,8 +60,8 @@ def check_table(rows: list[Row], seed: Mapping[str, str], config_of: Callable[..
 
 
 def _value(text: str) -> Any:
-    """YAML, with ``1e-6`` as the number that it is elsewhere."""
+    """YAML, with ``1e-6`` as the number that it is elsewhere; ``~/`` is the home directory."""
     try:
         return float(text)
     except ValueError:
-        return yaml.safe_load(text)
+        return yaml.safe_load(os.path.expanduser(text) if text.startswith("~/") else text)

@@ -23,6 +23,7 @@ from recipes.common.launcher.first_plan import (
 from recipes.common.launcher.job import Job, resolve_config
 from recipes.common.launcher.settings import read_settings
 from recipes.common.recipe import load_recipe
+from tests.compiler import needs_compiler
 from tools.plan.__main__ import main as plan_main
 from tools.plan.devices import GIB, load_device
 
@@ -68,6 +69,7 @@ def test_a_plan_that_fits_has_no_problem(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@needs_compiler
 def test_a_run_that_cannot_fit_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -241,6 +241,34 @@ def test_the_simulator_does_not_lie_over_a_torch_that_ends_torch_npu(repo: Path)
         assert (repo / ".venv-npu").exists() == (cuda is None)
 
 
+@pytest.mark.parametrize("character", [*" \t'\"\\:$`;&|<>()*?"])
+def test_a_path_from_which_ray_cannot_start_is_refused_before_anything_is_made(repo: Path, character: str) -> None:
+    folder = repo / f"a{character}b"
+    for name in ("VENV_DIR", "NPU_VENV_DIR"):
+        layer = "simulator" if name == "NPU_VENV_DIR" else "base"
+        refused = setup(repo, layer, **{name: str(folder / "venv")})
+        assert refused.returncode == 1 and f"set {name} to a folder without one" in refused.stderr
+        assert not folder.exists()
+
+
+@pytest.mark.slow
+def test_a_clone_in_a_folder_with_a_space_asks_for_another_place_of_the_environment(repo: Path) -> None:
+    clone = repo / "实验 b/clone"
+    shutil.copytree(repo / "tools", clone / "tools")
+    shutil.copytree(repo / "requirements", clone / "requirements")
+    for own in ({}, {"VENV_DIR": "relative"}):
+        refused = setup(clone, **own)
+        assert refused.returncode == 1 and "set VENV_DIR to a folder without one" in refused.stderr
+        assert not (clone / own.get("VENV_DIR", ".venv")).exists()
+    made = setup(clone, VENV_DIR=str(repo / "实验"))
+    assert made.returncode == 0, made.stderr
+    command = (repo / "实验/bin/vllm").read_text(encoding="utf-8")
+    script = f'exec() {{ echo "$PYTHONPATH|$1"; }}; {command.splitlines()[-1]}'
+    own = {"PATH": os.environ["PATH"]}
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, timeout=60, env=own)
+    assert done.stdout == f"{clone}|{repo}/实验/bin/python\n"
+
+
 def test_wrong_use_is_a_clear_error(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     unknown = setup(repo, "cuda")
     assert unknown.returncode == 1 and "expected base, dev, simulator, command or python" in unknown.stderr

@@ -24,6 +24,7 @@ from mindspeed_llm.load_weights import load_weights
 from mindspeed_llm.model import build_model
 from mindspeed_llm.weight_plan import local_plan
 from recipes.common.tiny_models import DEEPSEEK_V3 as TINY_DEEPSEEK
+from tests.compiler import needs_compiler
 from tests.megatron.model_helpers import one_process_groups
 from tests.mindspeed_llm.tiny import tiny_hf_config, write_tiny_checkpoint
 from tests.parallel.launcher import run_ranks
@@ -187,6 +188,7 @@ def test_the_worker_with_experts_on_two_ranks_differs_by_zero(tmp_path: Path) ->
         assert num_tokens > 20
 
 
+@needs_compiler
 def test_gradients_are_those_of_the_reference(groups: ProcessGroups, tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, **TINY_DEEPSEEK.config | {"torch_dtype": "float32"})
     generator = torch.Generator().manual_seed(2)

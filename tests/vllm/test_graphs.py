@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.compiler import needs_compiler
 from tests.parallel.launcher import run_ranks
 from tests.tiny_models import CONFIGS, write_model
 from tests.vllm.capturing_platform import DEVICE, CapturingPlatform
@@ -22,6 +23,7 @@ from vllm import LLM, SamplingParams
 from vllm.config import default_capture_sizes
 from vllm.ops.cpu.graph import CpuGraphPool
 
+pytestmark = needs_compiler  # a CPU captures the calls of its compiled kernels
 GRAPHS = {"enforce_eager": False, "device": DEVICE}
 NUM_TOKENS = 10
 

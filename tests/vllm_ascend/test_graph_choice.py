@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.compiler import needs_compiler
 from tests.vllm.test_graphs import build, captured_sizes, results_of
 from tests.vllm.tiny import write_checkpoint
 from vllm.config import VllmConfig
@@ -100,6 +101,7 @@ def test_an_engine_that_was_asked_for_graphs_does_not_start_on_old_software(
         build(path, block_size=16, device="npu", enforce_eager=False)
 
 
+@needs_compiler
 def test_a_choice_that_is_left_open_captures_what_the_device_captures(path: str) -> None:
     assert decided(CudaPlatform(), npu_config(path, enforce_eager=None)) is False
     captured = build(path, device="cpu", enforce_eager=None)

@@ -16,8 +16,9 @@ def help_text(arguments: Sequence[str]) -> str:
         return f"usage: python -m recipes.common.launch {'|'.join(recipe_names())} [argument ...]"
     recipe = load_recipe(arguments[0])
     width = max(60, min(120, shutil.get_terminal_size().columns))
-    about, options = (_wrapped(text, width) for text in (_about(recipe), _options(recipe)))
-    return "\n".join([*about, "", *_table(recipe, width), "", *options])
+    return "\n".join(
+        [*_wrapped(_about(recipe), width), "", *_table(recipe, width), "", *_wrapped(_options(recipe), width)]
+    )
 
 
 def _about(recipe: Recipe) -> str:

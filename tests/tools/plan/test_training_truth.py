@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron.core.memory_ledger import ledger
+from tests.compiler import needs_compiler
 from tests.mindspeed_llm.tiny import tiny_hf_config, write_tiny_checkpoint
 from tests.parallel.launcher import run_ranks
 from tests.tiny_models import CONFIGS
@@ -89,6 +90,7 @@ def plan(config: PPOTrainerConfig, rank: int) -> Outcome:
         return run_training(worker, _num_rows(config), SIZE, log, meter), held
 
 
+@needs_compiler
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
 )
