@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     if path.exists() and not path.is_file():
         raise OSError(errno.EISDIR if path.is_dir() else errno.EINVAL, "no file can be written there", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp{os.getpid()}")
+    temporary = path.with_name(f".{path.name[:200]}.tmp{secrets.token_hex(4)}")  # process ids repeat on other nodes
     try:
         write(temporary)
         with temporary.open("rb") as handle:

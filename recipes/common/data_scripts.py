@@ -12,7 +12,6 @@ from recipes.common.atomic_files import write_atomically, write_text_atomically
 
 MAX_REPORTED = 10
 STAMP_NAME = ".stamp.json"
-WHOLE_BYTES = 64 * 2**20  # a larger input is known by its size and time, not by its content
 
 
 def run_data_script(convert: Callable[[], Sequence[str] | None], output_dir: Path) -> int:
@@ -108,15 +107,14 @@ def write_parquet(
 
 
 def digest_of(settings: Mapping[str, Any], inputs: Iterable[Path]) -> str:
-    """Hex digest of a stage's settings and of its input files (content up to 64 MiB, size and time above that)."""
+    """Hex digest of a stage's settings and of the content of its input files, which may be copied or fetched again."""
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
     for path in inputs:
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
             if file.is_file() and file.name != STAMP_NAME:
-                status = file.stat()
-                is_large = status.st_size > WHOLE_BYTES
-                content = "" if is_large else hashlib.sha256(file.read_bytes()).hexdigest()
-                digest.update(f"{file.name}:{content or f'{status.st_size}:{status.st_mtime_ns}'}".encode())
+                with file.open("rb") as stream:
+                    content = hashlib.file_digest(stream, "sha256").hexdigest()
+                digest.update(f"{file.name}:{content}".encode())
     return digest.hexdigest()
 
 

@@ -32,6 +32,13 @@ else
     bash tools/setup_env.sh
 fi
 
+case "$ROOT" in
+    *:*) say "error: PYTHONPATH cannot name $ROOT, which has a colon: move the repository to another folder" && exit 2 ;;
+esac
+case "${JEMALLOC_PATH:-}" in
+    *[\ :]*) say "error: JEMALLOC_PATH=$JEMALLOC_PATH: LD_PRELOAD ends a name at spaces and colons; copy the library to a path without them, or unset it" && exit 2 ;;
+esac
+
 if compgen -G "/dev/davinci[0-9]*" >/dev/null; then
     toolkit="${ASCEND_TOOLKIT_ENV:-/usr/local/Ascend/ascend-toolkit/set_env.sh}"
     if [ -f "$toolkit" ]; then

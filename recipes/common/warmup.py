@@ -30,6 +30,7 @@ from mindspeed_llm.export_weights import export_weights
 from mindspeed_llm.hf_checkpoint import save_hf_checkpoint
 from mindspeed_llm.model import build_model
 from recipes.common.corpus import CorpusStyle, Example, examples, training_rows
+from recipes.common.short_folder import start_method
 from recipes.common.tokenizer import DEEPSEEK, ChatForm
 
 PEAK_LR, MIN_LR, LR_WARMUP_STEPS = 4e-3, 4e-4, 20
@@ -71,14 +72,14 @@ def run_warmup(warmup: Warmup) -> None:
     """Train on ``num_processes`` gloo processes of one thread each, so that every machine gets the same result."""
     with tempfile.TemporaryDirectory(prefix="warmup_") as rendezvous:
         arguments = (_run_rank, (warmup, rendezvous), warmup.num_processes)
-        mp.start_processes(*arguments, daemon=True, start_method="forkserver")
+        mp.start_processes(*arguments, daemon=True, start_method=start_method())
 
 
 def _run_rank(rank: int, warmup: Warmup, rendezvous: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{rendezvous}/store",
+        store=dist.FileStore(f"{rendezvous}/store", warmup.num_processes),  # a URL would not take every path
         rank=rank,
         world_size=warmup.num_processes,
         timeout=timedelta(minutes=TIMEOUT_MINUTES),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,7 +41,7 @@ def check_input(prompt_data: Path) -> None:
 def eval_problems(text: str) -> list[str]:
     """Faults of EVAL_PROMPT_DATA."""
     try:
-        sets = set_pairs(text.split())
+        sets = set_pairs(shlex.split(text))
     except ValueError as error:
         return [f"EVAL_PROMPT_DATA: {error}"]
     return [f"EVAL_PROMPT_DATA: {name}: {path}: no such file" for name, path in sets.items() if not path.is_file()]
@@ -49,13 +50,13 @@ def eval_problems(text: str) -> list[str]:
 def eval_sets(settings: Settings) -> tuple[str, ...]:
     """Names of the sets in ``data/eval``: given, generated, or held out from PROMPT_DATA."""
     if settings.eval_input:
-        return tuple(settings.eval_input.split()[::2])
+        return tuple(shlex.split(settings.eval_input)[::2])
     return EVAL_SETS if settings.input_path is None else (HELD_OUT_SET,)
 
 
 def data_arguments(job: Job, source: Path) -> list[object]:
     """The options of ``prompt_data``; generated problems are a folder with a file of prompts and one of each set."""
-    words: list[object] = [*job.settings.eval_input.split()]
+    words: list[object] = [*shlex.split(job.settings.eval_input)]
     if job.settings.input_path is None:
         words = words or [word for name in EVAL_SETS for word in (name, source / f"{name}.jsonl")]
         source = source / "prompts.jsonl"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from recipes.common import arithmetic
-from recipes.common.data_scripts import text_lines
+from recipes.common.data_scripts import digest_of, text_lines
 from recipes.r1_zero.json_to_parquet import SYSTEM_TEMPLATE, convert, main, same_side_key
 
 REAL_DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "deepscaler_math_aime.json"
@@ -191,3 +192,15 @@ def test_lines_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "binary.jsonl").write_bytes(bytes(range(128, 256)))
     with pytest.raises(ValueError, match=r"binary.jsonl is not a UTF-8 text"):
         text_lines(tmp_path / "binary.jsonl")
+
+
+def test_a_large_input_is_known_by_its_content_alone(tmp_path: Path) -> None:
+    """A copied or newly fetched data set is the same training; 64 MiB were once the limit of what was read."""
+    first, copied, other = (tmp_path / name / "data.jsonl" for name in "abc")
+    for path, last in ((first, b"x"), (copied, b"x"), (other, b"y")):
+        path.parent.mkdir()
+        with path.open("wb") as file:
+            file.seek(64 * 2**20)
+            file.write(last)
+        os.utime(path, (len(str(path)), 1 if path == copied else 2))
+    assert digest_of({}, [first]) == digest_of({}, [copied]) != digest_of({}, [other])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shlex
@@ -15,10 +16,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from rich.console import Console
 
 from recipes.common import launch
-from recipes.common.launcher import checks, network, nodes, ray_node
-from recipes.common.launcher.job import Job, resolve_config
+from recipes.common.launcher import checks, hostfile, network, nodes, ray_node
+from recipes.common.launcher.job import FREE_PORT, Job, resolve_config
+from recipes.common.launcher.node_run import NodeRun
 from recipes.common.launcher.output_dir import archive_other_training, only_run, shared_token, training_identity
 from recipes.common.launcher.processes import OwnProcesses
 from recipes.common.launcher.settings import NodeRole, Settings, find_role, read_settings, variables
@@ -87,6 +90,65 @@ def test_role_by_address_and_rank() -> None:
         find_role(Settings(R1_ZERO, "c", Path("/o"), socket_ifname="nothing0"), 1)
     other = find_role(Settings(R1_ZERO, "c", Path("/o"), master_addr="192.0.2.77"), 2)
     assert not other.is_head
+
+
+def test_a_host_whose_name_means_loopback_is_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian's and Ubuntu's /etc/hosts give a machine's own name as 127.0.1.1; other nodes need its real address."""
+    own, resolved = network.address_towards(None, None), {"myhost": "127.0.1.1", "other": "192.0.2.77"}
+    monkeypatch.setattr(socket, "gethostbyname", resolved.__getitem__)
+    here = replace(Settings(R1_ZERO, "c", Path("/o")), master_addr="myhost")
+    assert find_role(here, 1) == NodeRole(True, "127.0.0.1", "127.0.0.1", "lo")
+    hosts = [hostfile.Host("other", None), hostfile.Host("myhost", None)]
+    assert hostfile.own_settings(hosts, {}, [own])["MASTER_ADDR"] == "myhost"
+    resolved["localhost"] = "127.0.0.1"
+    with pytest.raises(ValueError, match="MASTER_ADDR is localhost and the run has 2 nodes: every node would take"):
+        find_role(replace(here, master_addr="localhost"), 2)
+    if not network.is_loopback(own):
+        role = find_role(here, 2)
+        assert (role.is_head, role.own_addr, role.master_addr) == (True, own, own)
+
+
+def test_a_head_without_a_network_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = replace(Settings(R1_ZERO, "c", Path("/o")), master_addr="myhost")
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
+    monkeypatch.setattr(network, "own_addresses", lambda: {"127.0.0.1": "lo"})
+    monkeypatch.setattr(socket.socket, "getsockname", lambda self: ("127.0.0.1", 9))
+    with pytest.raises(ValueError, match="MASTER_ADDR myhost means 127.0.0.1 here, where other nodes cannot reach"):
+        find_role(here, 2)
+
+
+def test_one_node_takes_a_free_port_and_several_the_known_one(tmp_path: Path) -> None:
+    one = job_of(tmp_path)
+    assert one.ray_port == FREE_PORT, "a plan does not choose it"
+    ports = {one.with_ray_port().ray_port for _ in range(3)}
+    assert len(ports) > 1 and all(isinstance(port, int) for port in ports)
+    several = job_of(tmp_path, {"NNODES": "2", "MASTER_ADDR": "192.0.2.77"})
+    assert several.ray_port == several.with_ray_port().settings.ray_port == 6766
+    assert job_of(tmp_path, {"RAY_PORT": "7000"}).with_ray_port().ray_port == 7000
+
+
+@pytest.mark.parametrize("path", ["/tmp/a\nb", "/tmp/a\x1b[2J", os.fsdecode(b"/tmp/\xff"), "~no_such_user_here/x"])
+def test_a_path_that_no_record_could_hold_is_refused(path: str) -> None:
+    with pytest.raises(ValueError, match="OUTPUT_DIR=.*expected a path in UTF-8 without control characters"):
+        read_settings(R1_ZERO, [], {"OUTPUT_DIR": path})
+
+
+def test_the_watch_is_replaced_when_it_dies(tmp_path: Path) -> None:
+    """Else nobody notices a lost node, or tells the others how a run ended that succeeds."""
+    job = job_of(tmp_path, {"NNODES": "2", "MASTER_ADDR": "192.0.2.77"}).with_ray_port()
+    run = NodeRun(job, NodeRole(True, "127.0.0.1", "127.0.0.1", "lo"), Console(file=io.StringIO()))
+    try:
+        run.watches_left, run.others_wait = 1, True
+        first = run.watch = run.processes.start(["/bin/false"], os.environ, subprocess.DEVNULL)
+        first.wait(60)
+        run._check()
+        assert run.watch is not None and run.watch is not first
+        run.watch.kill()
+        run.watch.wait(60)
+        run._check()
+        assert run.watch is None and run.others_wait, "the run goes on, and the other nodes are still to be told"
+    finally:
+        run.processes.end_all()
 
 
 @pytest.mark.parametrize(
@@ -306,7 +368,7 @@ def test_the_shards_are_cut_as_the_engine_reads_them(tmp_path: Path) -> None:
 
 
 def test_ray_is_ours_alone(tmp_path: Path) -> None:
-    job = job_of(tmp_path)
+    job = job_of(tmp_path, {"RAY_PORT": "6766"})
     head = ray_node.ray_command(job, NodeRole(True, "10.0.0.1", "10.0.0.1", "eth0"), "/tmp/x", {})
     worker = ray_node.ray_command(job, NodeRole(False, "10.0.0.2", "10.0.0.1", "eth0"), "/tmp/x", {"node_rank": "1"})
     assert "--block" in head and "--labels" not in head

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import stat
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -93,3 +97,28 @@ def test_a_file_never_replaces_a_folder_or_a_device(tmp_path: Path) -> None:
         with pytest.raises(OSError, match="no file can be written there"):
             write_text_atomically(tmp_path / name, "text")
     assert Path("/dev/null").is_char_device() and (tmp_path / "device").is_symlink()
+
+
+def test_every_node_gets_one_token_on_a_disk_without_hard_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(PermissionError(1, "Operation not permitted")))
+    with ThreadPoolExecutor(8) as pool:
+        (token,) = set(pool.map(lambda _: output_dir.shared_token(tmp_path / "out", None), range(8)))
+    assert len(token) == 64 and stat.S_IMODE((tmp_path / "out" / ".ray_auth_token").stat().st_mode) == 0o600
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [".ray_auth_token"]
+    (tmp_path / "out" / ".ray_auth_token").write_text(token[:9])
+    monkeypatch.setattr(output_dir, "TOKEN_WAIT_S", 0.1)
+    with pytest.raises(ValueError, match="holds no whole token: remove it"):
+        output_dir.shared_token(tmp_path / "out", None)
+
+
+def test_a_disk_without_locks_is_said_once_and_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with output_dir.only_run(tmp_path):
+        assert "its file system has no locks" in caplog.text

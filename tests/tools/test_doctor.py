@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -40,6 +41,20 @@ def test_a_port_in_use_and_a_missing_interface_are_told(tmp_path: Path) -> None:
     assert findings[f"port {port}"].value == "in use" and "set port to a free port" in findings[f"port {port}"].remedy
     findings = {f.name: f for f in examine(options(tmp_path, ifname="eth77"))}
     assert findings["interfaces"].is_fatal and "eth77" in findings["interfaces"].remedy
+
+
+def test_machine_faults_that_end_a_run_late_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A TMPDIR, a home, an environment or a compiler that other people's machines have, or lack."""
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "absent"))
+    monkeypatch.setenv("HOME", "/proc/nobody")
+    monkeypatch.setattr(os, "access", lambda path, mode: not str(path).startswith(("/proc", str(tmp_path / "absent"))))
+    monkeypatch.setattr(sys, "prefix", "/opt/my env")
+    findings = {f.name: f for f in host.folders()}
+    assert findings["environment"].is_fatal and "a folder without a space" in findings["environment"].remedy
+    assert findings["temporary files"].is_fatal and "absent" in findings["temporary files"].remedy
+    assert "the home cannot be written" in findings["caches"].remedy and not findings["caches"].is_fatal
+    assert findings["C++ compiler"].value == "no no-such-compiler" and "g++ 12" in findings["C++ compiler"].remedy
 
 
 def test_another_version_than_the_pinned_one_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def _rank(rank: int, folder: str, bucket_bytes: int, num_rounds: int, ways: Sequ
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{folder}/store",
+        store=dist.FileStore(f"{folder}/store", LAYOUT.world_size),
         rank=rank,
         world_size=LAYOUT.world_size,
         timeout=timedelta(minutes=5),

@@ -23,7 +23,7 @@ def main() -> None:
     add = parser.add_argument
     add("--config", default=configs[0], choices=configs, help=f"the run (default: {configs[0]})")
     add("--output-dir", type=Path, default=ROOT / "outputs", help="where a run would write")
-    add("--ports", type=int, nargs="*", default=[6766], help="ports that must be free")
+    add("--ports", type=int, nargs="*", default=[], help="ports that must be free (RAY_PORT: 6766 on several nodes)")
     add("--master-addr", default=os.environ.get("MASTER_ADDR"), help="the head node (default: MASTER_ADDR)")
     interface = os.environ.get("SOCKET_IFNAME")
     add("--socket-ifname", default=interface, help="interface to use (default: SOCKET_IFNAME)")
@@ -64,6 +64,7 @@ def examine(options: Options) -> list[Finding]:
     return [
         *host.python(),
         *host.packages(),
+        *host.folders(),
         *ascend.findings(),
         *nvidia.findings(needs),
         devices(needs),

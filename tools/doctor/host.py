@@ -8,11 +8,14 @@ import platform
 import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
+from hf_formats.cache_folder import cache_folder, moved_caches
+from recipes.common.short_folder import folder_problem
 from third_party import jemalloc
 from tools.doctor.finding import GIB, ROOT, Finding, JobNeeds, stack_of_torch
 from verl.utils.cores import usable_cores
@@ -37,6 +40,28 @@ def packages() -> Iterator[Finding]:
         else:
             is_pinned = version.split("+")[0] == pins[name]
             yield Finding(name, version, "" if is_pinned else f"pinned is {pins[name]}: {set_up}")
+
+
+def folders() -> Iterator[Finding]:
+    """What other people's machines lack: the environment's folder, temporary files, caches and the compiler."""
+    if " " in sys.prefix:
+        remedy = "Ray starts no process from there: make the environment in a folder without a space (VENV_DIR)"
+        yield Finding("environment", sys.prefix, remedy, is_fatal=True)
+    if os.pathsep in str(ROOT):
+        remedy = "PYTHONPATH cannot name a folder with a colon: move the repository"
+        yield Finding("repository", str(ROOT), remedy, is_fatal=True)
+    problem = folder_problem()
+    temporary = os.environ.get("TMPDIR") or tempfile.gettempdir()
+    yield Finding("temporary files", temporary, problem or "", is_fatal=problem is not None)
+    try:
+        remedy = "the home cannot be written: set HOME or XDG_CACHE_HOME, or they go with TMPDIR's files"
+        yield Finding("caches", str(cache_folder()), remedy if moved_caches() else "")
+    except (ValueError, OSError) as error:
+        yield Finding("caches", "none", str(error), is_fatal=True)
+    compiler = os.environ.get("CXX") or "g++"
+    found = shutil.which(compiler)
+    remedy = "without it a run on a CPU is several times slower: install g++ 12 or newer, or name another in CXX"
+    yield Finding("C++ compiler", found or f"no {compiler}", "" if found else remedy)
 
 
 def memory(needs: JobNeeds) -> Iterator[Finding]:

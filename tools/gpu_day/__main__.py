@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from recipes.common.short_folder import start_method
 from tools.gpu_day.parts import PARTS, ends_of_parts, resolved_device, run_part
 from tools.gpu_day.rows import (
     CUT_OFF,
@@ -34,7 +35,7 @@ from tools.gpu_day.rows import (
 
 LEAST_S = 5.0  # left of the day, below which no part begins
 # Each part begins as a copy of a process that has only imported torch: no device, no threads yet.
-_PROCESSES = multiprocessing.get_context("forkserver")
+_PROCESSES = multiprocessing.get_context(start_method())
 _PROCESSES.set_forkserver_preload(["torch", "triton"])
 
 

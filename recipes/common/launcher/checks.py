@@ -14,6 +14,7 @@ from recipes.common.launcher.job import Job, has_shards, is_fp8, model_dimension
 from recipes.common.launcher.settings import NodeRole, Settings
 from recipes.common.launcher.stages import stages
 from recipes.common.recipe import Recipe
+from recipes.common.short_folder import folder_problem
 from tools.download import missing_package
 from tools.plan.devices import load_device
 from verl.trainer.config.checks import missing_dispatcher
@@ -42,7 +43,7 @@ def problems(job: Job, role: NodeRole) -> list[str]:
 
 def setting_problems(settings: Settings, role: NodeRole) -> list[str]:
     """The part of ``problems`` that needs no config."""
-    found = writable_problems("OUTPUT_DIR", settings.output_dir)
+    found = [*writable_problems("OUTPUT_DIR", settings.output_dir), *filter(None, [folder_problem()])]
     if settings.plan_device is not None:
         found += _refusals("PLAN_DEVICE", lambda: load_device(str(settings.plan_device)))
     found += problems_of_threads()
@@ -51,7 +52,7 @@ def setting_problems(settings: Settings, role: NodeRole) -> list[str]:
     if role.is_head:
         ports = {"RAY_PORT": settings.ray_port, "MASTER_PORT": settings.master_port}
         found += [text for name, port in ports.items() if port and (text := network.port_problem(name, port))]
-        if settings.master_port == settings.ray_port:
+        if settings.ray_port is not None and settings.master_port == settings.ray_port:
             found.append(f"RAY_PORT and MASTER_PORT are both {settings.ray_port}; give each a port of its own")
         if settings.input_path is not None:
             found += input_problems(settings.recipe, settings.input_path)

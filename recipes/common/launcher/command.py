@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import pwd
 import resource
 import signal
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
 from rich.console import Console
 
+from hf_formats.cache_folder import moved_caches
 from recipes.common.exit_status import BAD_INPUT
 from recipes.common.launcher import checks, hostfile, network
 from recipes.common.launcher.first_plan import first_plan
@@ -64,6 +66,7 @@ def _run_or_print(recipe: Recipe, arguments: Sequence[str], console: Console) ->
     if "--print-plan" in arguments:
         _print_plan(job, problems, may_plan, others, console)
         return 0
+    job = job.with_ray_port()
     try:
         role = find_role(job.settings, job.nnodes)
     except ValueError as error:
@@ -116,6 +119,8 @@ def _read_job(recipe: Recipe, overrides: Sequence[str], with_weights: bool) -> t
         settings = read_settings(recipe, overrides, os.environ, accelerator, count_accelerators(accelerator))
     except SettingsError as error:
         settings, problems = error.settings, error.problems
+    if with_weights:
+        _move_caches()
     if recipe.cpu_config is not None and not problems and (name := hub_name(os.environ)):
         fetched = fetch_model(name, settings.model_source, settings.output_dir, with_weights)
         settings = replace(settings, model_path=fetched)
@@ -128,6 +133,20 @@ def _read_job(recipe: Recipe, overrides: Sequence[str], with_weights: bool) -> t
             raise ValueError(_listed(problems + checks.setting_problems(settings, head))) from None
         config = error.config
     return Job(settings, config), problems
+
+
+def _move_caches() -> None:
+    """Bring caches into a folder that can be written, for everything that is started from here; says so in a line."""
+    moved = moved_caches()
+    os.environ.update(moved)
+    if moved:
+        where = moved["XDG_CACHE_HOME"]
+        print(f"the home of this user cannot be written: caches of kernels and libraries are in {where}", flush=True)
+    if not {"LOGNAME", "USER"} & set(os.environ):
+        with suppress(KeyError):
+            pwd.getpwuid(os.getuid())
+            return
+        os.environ["USER"] = str(os.getuid())  # torch names a folder by the user, whom this machine does not know
 
 
 def _listed(problems: Sequence[str]) -> str:

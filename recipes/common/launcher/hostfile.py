@@ -73,7 +73,7 @@ def own_settings(hosts: Sequence[Host], environment: Mapping[str, str], own_addr
     """NNODES, MASTER_ADDR, NODE_RANK and NPUS_PER_NODE of this node, the head; ValueError when it is not listed."""
     master = environment.get("MASTER_ADDR", "")
     if not master:
-        here = [host.address for host in hosts if network.resolve(host.address) in own_addresses]
+        here = [host.address for host in hosts if network.is_own(network.resolve(host.address), own_addresses)]
         if not here:
             raise ValueError(
                 f"{HOSTFILE} names none of this machine's addresses ({', '.join(own_addresses)}): start the script on "

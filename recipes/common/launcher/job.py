@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_formats.config import read_config_dict
 from hf_formats.families.family import common_keys
-from recipes.common.launcher.settings import Settings
+from recipes.common.launcher.settings import RAY_PORT_OF_NODES, Settings
+from verl.utils.net_utils import free_ports
 
 if TYPE_CHECKING:
     from verl.trainer.config.config import PPOTrainerConfig
+
+FREE_PORT = "<free port>"  # in a plan, of a port that is chosen when Ray starts
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,18 @@ class Job:
         if self.nnodes < self.most_nnodes:
             return trainer.n_gpus_per_node + rollout.n_gpus_per_node
         return max(trainer.n_gpus_per_node, rollout.n_gpus_per_node)
+
+    @property
+    def ray_port(self) -> int | str:
+        """RAY_PORT; unless it is named, every node expects RAY_PORT_OF_NODES, and one node alone takes a free one."""
+        return self.settings.ray_port or (FREE_PORT if self.nnodes == 1 else RAY_PORT_OF_NODES)
+
+    def with_ray_port(self) -> Job:
+        """The job with the port as a setting: where it is to be a free one, one that is free now."""
+        port = self.ray_port
+        if isinstance(port, str):
+            (port,) = free_ports(1, avoid=filter(None, [self.settings.master_port]))
+        return replace(self, settings=replace(self.settings, ray_port=port))
 
     @property
     def needs_weights(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterable
 from contextlib import suppress
 
 
@@ -23,10 +24,20 @@ def resolve(host: str) -> str:
     """The IPv4 address of ``host``; ValueError when it has none."""
     try:
         return socket.gethostbyname(host)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise ValueError(
             f"MASTER_ADDR {host!r} cannot be resolved ({error}); give the head node's IPv4 address"
         ) from error
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address means this machine on every machine: any 127.x, as /etc/hosts may give a host's own name."""
+    return address.startswith("127.")
+
+
+def is_own(address: str, addresses: Iterable[str]) -> bool:
+    """Whether an address is this machine's: one of ``addresses``, those of its interfaces, or a loopback one."""
+    return is_loopback(address) or address in addresses
 
 
 def address_towards(peer: str | None, interface: str | None) -> str:
@@ -40,11 +51,11 @@ def address_towards(peer: str | None, interface: str | None) -> str:
             f"SOCKET_IFNAME {interface!r} is no interface here that is up with an IPv4 address; there are {known}"
         )
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting a datagram socket sends nothing
-        try:
-            probe.connect((peer or "192.0.2.1", 9))
-            return str(probe.getsockname()[0])
-        except OSError:
-            return next((address for address in addresses if not address.startswith("127.")), "127.0.0.1")
+        with suppress(OSError):  # no route there
+            probe.connect((peer if peer and not is_loopback(peer) else "192.0.2.1", 9))
+            if not is_loopback(found := str(probe.getsockname()[0])):
+                return found
+        return next((address for address in addresses if not is_loopback(address)), "127.0.0.1")
 
 
 def port_problem(name: str, port: int) -> str | None:

@@ -35,6 +35,7 @@ from verl.utils.net_utils import accepts_connections
 from verl.utils.rank_log import LOG_DIR
 
 CAUSE_S = 3.0
+MOST_WATCHES = 4  # processes that watch the nodes, one after another
 ECHO_S = 1.0  # a Ctrl-C reaches this process from the terminal, and again from the script that waits for it
 HEAD_POLL_S = 1.0  # between two looks of a node at the head's port
 
@@ -53,6 +54,8 @@ class NodeRun:
         self.started = time.monotonic()
         self.ray: ray_node.RayNode | None = None
         self.watch: subprocess.Popen[bytes] | None = None
+        self.watches_left = MOST_WATCHES
+        self.others_wait = False  # whether nodes have joined and nobody has told them how the run ended
         self.driver: subprocess.Popen[bytes] | None = None
         self.stop_signal: signal.Signals | None = None  # asked for, while the step is finished and saved
         self.stop_asked_at = 0.0
@@ -135,8 +138,7 @@ class NodeRun:
         for name in (signal.SIGINT, signal.SIGTERM):
             signal.signal(name, signal.SIG_IGN)
         # Where the watch has found a lost node, it has notified the others; without Ray they notice it themselves.
-        is_watching = self.watch is not None and self.watch.poll() is None
-        if is_watching and self.ray is not None and self.ray.problem() is None:
+        if self.others_wait and self.ray is not None and self.ray.problem() is None:
             self._notify_other_nodes(status, reason)
         left = self.processes.end_all()
         if self.ray is not None and (problem := self.ray.keep_logs()) is not None:
@@ -151,8 +153,10 @@ class NodeRun:
         with self.watch_log.open("ab") as log:
             process = self.processes.start(command, self.environment, log)
         try:
-            process.wait(timeout=2 * nodes.END_TIMEOUT_S)
+            is_done = process.wait(timeout=2 * nodes.END_TIMEOUT_S) == 0
         except subprocess.TimeoutExpired:
+            is_done = False
+        if not is_done:
             self.print("the other nodes could not be notified of the end of the run", "yellow")
 
     # The head
@@ -180,8 +184,13 @@ class NodeRun:
         """Wait for all nodes, compare them with this one, and from then on watch them."""
         count, patience = str(self.job.nnodes), f"{self.job.settings.join_timeout_s:g}"
         self._run_stage(nodes_stage("join", "--num-nodes", count, "--timeout-s", patience))
-        with self.watch_log.open("wb") as log:
-            command = nodes_stage("watch", "--num-nodes", count).command
+        self.others_wait = True
+        self._start_watch()
+
+    def _start_watch(self) -> None:
+        self.watches_left -= 1
+        with self.watch_log.open("ab") as log:
+            command = nodes_stage("watch", "--num-nodes", str(self.job.nnodes)).command
             self.watch = self.processes.start(command, self.environment, log)
 
     def _keep_trainings_apart(self) -> None:
@@ -189,7 +198,16 @@ class NodeRun:
         settings, config = self.job.settings, self.job.config
         files = [Path(name).expanduser() for name in file_list(config.data.train_files)]
         identity = output_dir.training_identity(settings.seed, files, Path(config.actor_rollout_ref.model.path))
-        if (moved_to := output_dir.archive_other_training(settings.output_dir, identity)) is not None:
+        try:
+            moved_to = output_dir.archive_other_training(settings.output_dir, identity)
+        except OSError as error:  # one of them is a mount, or the disk is full
+            if is_disk_full(error):
+                raise
+            raise RunFailed(
+                f"OUTPUT_DIR holds a training with another seed, data set or model, and {error.filename} cannot be "
+                f"moved into {output_dir.EARLIER} ({error.strerror}): choose another OUTPUT_DIR"
+            ) from error
+        if moved_to is not None:
             text = f"OUTPUT_DIR held a training with another seed, data set or model: its results are now in {moved_to}"
             self.print(text, "yellow")
 
@@ -264,10 +282,24 @@ class NodeRun:
         self._check_grace()
         if self.ray is not None and (problem := self.ray.problem()) is not None:
             raise RunFailed(problem)
-        if self.watch is not None and self.watch.poll() is not None:
+        if self.watch is not None and (status := self.watch.poll()) is not None:
             if (problem := nodes.problem_in(self.watch_log)) is not None:
+                self.others_wait = False
                 raise RunFailed(problem)
-            self.watch = None  # Ray has ended under it, which the next look at Ray shows
+            self._replace_watch(how_it_ended(status))
+
+    def _replace_watch(self, how: str) -> None:
+        """Go on without the process that watched the nodes: a healthy training does not end with it.
+
+        Where Ray has ended under it, the next look at Ray shows that.
+        """
+        self.watch = None
+        what = f"the process that watches the nodes {how} ({self.watch_log})"
+        if self.watches_left > 0:
+            self.print(f"{what}: another one is started", "yellow")
+            self._start_watch()
+        else:
+            self.print(f"{what}, as others before: a lost node now shows when a worker on it is missed", "yellow")
 
     def _check_grace(self) -> None:
         grace_s = self.job.config.trainer.interrupt_grace_s
@@ -279,7 +311,7 @@ class NodeRun:
     def _run_worker(self) -> None:
         """Wait for the head, run Ray, and end when the head says so or is lost."""
         head, where = self.role.master_addr, ray_node.ray_address(self.job, self.role)
-        port, settings = self.job.settings.ray_port, self.job.settings
+        port, settings = int(self.job.ray_port), self.job.settings
         self.console.rule(f"[bold]Worker[/bold] {self.role.own_addr}, head {where}")
         deadline = time.monotonic() + settings.head_timeout_s
         while not accepts_connections(head, port):

@@ -10,13 +10,15 @@ logs/attempt_3/rank_<N>.{out,err}             all other output of its process: l
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
+import logging
 import os
 import re
 import secrets
 import shutil
-import socket
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -31,8 +33,12 @@ OUTPUTS = (
     "samples.html timeline export_hf trained_hf report.html rewards.png response_len.png val_score.png"
 )
 LATEST = "latest"
+logger = logging.getLogger(__name__)
 _RANK = re.compile(r":actor_name:rank (\d+)")  # Ray writes an actor's repr into its files when it starts
 _HEAD_BYTES = 1000
+TOKEN_LETTERS = 64
+TOKEN_WAIT_S = 5.0
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # of flock, on some network file systems
 
 
 @contextmanager
@@ -48,6 +54,15 @@ def only_run(output_dir: Path) -> Iterator[None]:
             raise ValueError(
                 f"OUTPUT_DIR {output_dir} is in use by another run (pid {holder}); choose another one"
             ) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            logger.warning(
+                "%s: its file system has no locks (%s), so a second run in this OUTPUT_DIR is not noticed: start one "
+                "at a time",
+                output_dir,
+                error.strerror,
+            )
         handle.truncate(0)
         handle.write(str(os.getpid()))
         handle.flush()
@@ -60,14 +75,16 @@ def shared_token(output_dir: Path, given: str | None) -> str:
         return given
     path = output_dir / ".ray_auth_token"
     output_dir.mkdir(parents=True, exist_ok=True)
-    if not path.exists():
-        mine = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}")
-        mine.touch(mode=0o600)
-        mine.write_text(secrets.token_hex(32), encoding="utf-8")
-        with suppress(FileExistsError):
-            os.link(mine, path)  # unlike a rename it never replaces the token that another node has just made
-        mine.unlink()
-    return path.read_text(encoding="utf-8").strip()
+    with suppress(FileExistsError):  # never replaces the token that another node has just made
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(secrets.token_hex(TOKEN_LETTERS // 2))
+    deadline = time.monotonic() + TOKEN_WAIT_S
+    while len(token := path.read_text(encoding="utf-8").strip()) < TOKEN_LETTERS:  # its node is about to write it
+        if time.monotonic() > deadline:
+            raise ValueError(f"{path} holds no whole token: remove it, and start again on every node")
+        time.sleep(0.05)
+    return token
 
 
 def training_identity(seed: int, train_files: Iterable[Path], model_dir: Path) -> str:
@@ -154,8 +171,7 @@ def keep_earlier_sessions(logs: Path, address: str) -> None:
 
 def _point(link: Path, target: Path) -> None:
     """Make or replace a symbolic link in one step."""
-    temporary = link.with_name(f".{link.name}.tmp{os.getpid()}")
-    temporary.unlink(missing_ok=True)
+    temporary = link.with_name(f".{link.name}.tmp{secrets.token_hex(4)}")
     temporary.symlink_to(target)
     os.replace(temporary, link)
 

@@ -7,23 +7,19 @@ import os
 import re
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
-import psutil
-
 from recipes.common.launcher import network, nodes, output_dir
-from recipes.common.launcher.job import Job
+from recipes.common.launcher.job import FREE_PORT, Job
 from recipes.common.launcher.processes import POLL_S, OwnProcesses, RunFailed, how_it_ended, last_lines, python_path
 from recipes.common.launcher.settings import NodeRole
+from recipes.common.short_folder import SessionFolder
 from verl.utils.cores import THREADS, threads_per_worker, usable_cores
 from verl.utils.net_utils import LOOPBACK, accepts_connections, free_ports
 
 START_TIMEOUT_S = 90.0
-TEMP_PREFIX = "rl_"
-FREE_PORT = "<free port>"
 NPU_ENV_FILE = Path(__file__).resolve().parents[1] / "npu_env.sh"
 CPU_OBJECT_STORE_BYTES = 256 * 2**20
 # The allocator, glibc's or jemalloc, keeps the memory of a micro-batch and of a generation for the next one (glibc:
@@ -43,7 +39,7 @@ def ray_command(
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
     command += ["--node-ip-address", role.own_addr, "--temp-dir", temp_dir]
     if role.is_head:
-        command += ["--head", "--port", str(job.settings.ray_port), "--include-dashboard", "false"]
+        command += ["--head", "--port", str(job.ray_port), "--include-dashboard", "false"]
         command += ["--ray-client-server-port", ports[0]]
     else:
         command += ["--address", ray_address(job, role)]
@@ -63,7 +59,7 @@ def ray_command(
 
 def ray_address(job: Job, role: NodeRole) -> str:
     """Host and port of Ray's head."""
-    return f"{role.master_addr}:{job.settings.ray_port}"
+    return f"{role.master_addr}:{job.ray_port}"
 
 
 def ray_environment(job: Job, role: NodeRole) -> dict[str, str]:
@@ -150,19 +146,18 @@ class RayNode:
         log_dir: Path,
         labels: Mapping[str, str],
     ) -> None:
-        self._role, self._port = role, job.settings.ray_port
+        assert isinstance(job.ray_port, int), "the launcher chooses it before anything starts"
+        self._role, self._port = role, job.ray_port
         if role.is_head and (problem := network.port_problem("RAY_PORT", self._port)):
             raise RunFailed(problem)
         output_dir.keep_earlier_sessions(log_dir.parent, role.own_addr)
-        _remove_leftovers()
-        # Ray's sockets lie below it and may be 107 characters long, so it cannot be in OUTPUT_DIR.
-        self._temp_dir = Path(tempfile.mkdtemp(prefix=f"{TEMP_PREFIX}{os.getpid()}_"))
+        self._folder = SessionFolder()  # not in OUTPUT_DIR, whose disk may have no sockets
         self._kept_logs = log_dir / f"ray_{role.own_addr}"
-        output_dir.show_session(self._temp_dir / "session_latest" / "logs", self._kept_logs)
-        self.end_file = self._temp_dir / "run_end.json"
+        output_dir.show_session(self._folder.path / "session_latest" / "logs", self._kept_logs)
+        self.end_file = self._folder.path / "run_end.json"
         self._log_path = output_dir.start_log(log_dir, role.own_addr)
         client, agent = map(str, free_ports(2, avoid=(self._port,)))
-        command = ray_command(job, role, str(self._temp_dir), labels, (client, agent))
+        command = ray_command(job, role, str(self._folder.path), labels, (client, agent))
         with self._log_path.open("wb") as log:
             self._process = processes.start(command, {**environment, nodes.END_FILE: str(self.end_file)}, log)
 
@@ -199,13 +194,5 @@ class RayNode:
             problem = str(error.args[0][0][2])
         except OSError as error:
             problem = str(error)
-        shutil.rmtree(self._temp_dir, ignore_errors=True)
+        self._folder.remove()
         return problem
-
-
-def _remove_leftovers() -> None:
-    """Remove this user's temporary folders of launchers that were killed: their process ids exist no more."""
-    for path in Path(tempfile.gettempdir()).glob(f"{TEMP_PREFIX}*_*"):
-        pid = path.name.removeprefix(TEMP_PREFIX).split("_")[0]
-        if pid.isdigit() and not psutil.pid_exists(int(pid)) and path.stat().st_uid == os.getuid():
-            shutil.rmtree(path, ignore_errors=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
@@ -16,12 +17,26 @@ from tools.download import PACKAGES
 from verl.utils.net_utils import LOOPBACK
 
 CPU = "cpu"
+RAY_PORT_OF_NODES = 6766  # where no RAY_PORT is named
 DEV = Path("/dev")
+
+
+def _path(text: str) -> Path:
+    """The whole path; ValueError for one that no record, log or terminal shows as it is, or that has no such ~user."""
+    path = Path(os.path.expanduser(text)).absolute()
+    if (text.startswith("~") and path == Path(text).absolute()) or any(map(_is_hidden, str(path))):
+        raise ValueError(text)
+    return path
+
+
+def _is_hidden(letter: str) -> bool:
+    return unicodedata.category(letter) in ("Cc", "Cs", "Zl", "Zp")  # Cs: a byte that is not UTF-8
+
 
 # kind of a variable -> how its text becomes a value, the least and the most of a number, what an error says is expected
 KINDS: dict[str, tuple[Callable[[str], Any], float | None, float, str]] = {
     "text": (str, None, 0, "a text"),
-    "path": (lambda text: Path(text).expanduser().absolute(), None, 0, "a path"),
+    "path": (_path, None, 0, "a path in UTF-8 without control characters, and a home that exists after ~"),
     "count": (int, 1, sys.maxsize, "a whole number of at least 1"),
     "seed": (int, 0, sys.maxsize, "a whole number of at least 0"),
     "rank": (int, 0, sys.maxsize, "a whole number from 0 to NNODES - 1"),
@@ -40,7 +55,7 @@ NPUS_PER_NODE | count | the config's | devices per node that trains; without NPU
 MASTER_ADDR | text | this machine, for one node | address of the head node, the same on every node
 NODE_RANK | rank | by MASTER_ADDR: its owner is the head | 0 is the head; given everywhere, it names missing nodes
 SOCKET_IFNAME | text | the interface that reaches MASTER_ADDR | network interface of this node
-RAY_PORT | port | 6766 | port of Ray on the head
+RAY_PORT | port | 6766; a free one on one node | port of Ray on the head
 MASTER_PORT | port | chosen when needed | port of torch.distributed's store on the head
 JOIN_TIMEOUT_S | seconds | 300 | how long the head waits for every node
 HEAD_TIMEOUT_S | seconds | 300 | how long a node waits for the head
@@ -82,7 +97,7 @@ class Settings:
     master_addr: str | None = None
     node_rank: int | None = None
     socket_ifname: str | None = None
-    ray_port: int = 6766
+    ray_port: int | None = None
     master_port: int | None = None
     join_timeout_s: float = 300.0
     head_timeout_s: float = 300.0
@@ -224,7 +239,13 @@ def find_role(settings: Settings, nnodes: int) -> NodeRole:
             f"the run has {nnodes} nodes (NNODES), but MASTER_ADDR is not set: set it to the head's address on "
             "every node, or NNODES=1 where this machine does everything"
         )
-    is_head = master is None or master in addresses
+    given = settings.master_addr or ""
+    if nnodes > 1 and (given == "localhost" or network.is_loopback(given)):
+        raise ValueError(
+            f"MASTER_ADDR is {given} and the run has {nnodes} nodes: every node would take itself for the head; "
+            "give the head's name or address in the network"
+        )
+    is_head = master is None or network.is_own(master, addresses)
     if settings.node_rank is not None and (settings.node_rank == 0) != is_head:
         raise ValueError(
             f"NODE_RANK is {settings.node_rank}, but MASTER_ADDR {master} is {'' if is_head else 'not '}one of this "
@@ -239,7 +260,15 @@ def find_role(settings: Settings, nnodes: int) -> NodeRole:
     own = LOOPBACK if nnodes == 1 or master is None else master
     if settings.socket_ifname is not None or not is_head:
         own = network.address_towards(master, settings.socket_ifname)
-    return NodeRole(is_head, own, own if nnodes == 1 or master is None else master, addresses.get(own, "lo"))
+    elif nnodes > 1 and network.is_loopback(own):  # Debian's /etc/hosts gives a host's own name as 127.0.1.1
+        own = network.address_towards(None, None)
+    if nnodes > 1 and network.is_loopback(own):
+        raise ValueError(
+            f"MASTER_ADDR {given} means {own} here, where other nodes cannot reach this one, and no "
+            "interface that is up has another IPv4 address: give this node a network, or NNODES=1"
+        )
+    seen = own if nnodes == 1 or master is None or network.is_loopback(master) else master
+    return NodeRole(is_head, own, seen, addresses.get(own, "lo"))
 
 
 def find_accelerator() -> str:
