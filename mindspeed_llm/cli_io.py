@@ -23,12 +23,14 @@ from rich.progress import DownloadColumn, Progress, TimeElapsedColumn, TransferS
 
 from hf_formats.config import GENERATION_CONFIG
 from hf_formats.end_tokens import with_end_token
+from hf_formats.files import try_remove
 
 STAMP_NAME = ".stamp.json"
 MANIFEST_NAME = "manifest.json"
 _FULL_HASH_BYTES = 16 << 20
 _SAMPLES = 256
 _SAMPLE_BYTES = 64 << 10
+_OLD = ".old"  # of a directory that is being replaced
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 
 
@@ -54,7 +56,7 @@ def replace_directory(building: Path, target: Path) -> None:
     """Make ``building``, all of it durable, ``target``; what was there before goes."""
     for path in [*building.rglob("*"), building]:
         sync_path(path)
-    replaced = target.parent / f"{building.name}.old"
+    replaced = target.parent / f"{building.name}{_OLD}"
     shutil.rmtree(replaced, ignore_errors=True)
     if target.exists():
         os.replace(target, replaced)
@@ -233,10 +235,13 @@ def create_parent(target: Path) -> None:
 
 def _remove_leftovers(target: Path) -> None:
     prefix = f"{target.name}.tmp-{socket.gethostname()}-"
-    for path in target.parent.iterdir():
-        pid = path.name.removeprefix(prefix).removesuffix(".old")
+    for path in sorted(target.parent.iterdir()):
+        pid = path.name.removeprefix(prefix).removesuffix(_OLD)
         if path.name.startswith(prefix) and pid.isdigit() and not _is_alive(int(pid)):
-            shutil.rmtree(path)
+            if path.name.endswith(_OLD) and not target.exists():  # killed between the two renames
+                os.replace(path, target)
+            else:
+                try_remove(path)
 
 
 def _is_alive(pid: int) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hf_formats.config import HFModelConfig
 from hf_formats.file_region import FileReader, FileRegion
+from hf_formats.finite import require_finite
 from hf_formats.problems import raise_problems, shown_names
 from hf_formats.ranges import Ranges, index_of, intersection, relative, shape_of
 from megatron.core.dist_checkpointing.common import COMMON
@@ -90,6 +91,7 @@ class DCPCheckpoint(PlannedCheckpoint):
         for read in self._reads(tensor):
             view = local[index_of(read.local)]
             for common, part in self._parts(read.key, read.stored):
+                require_finite(read.key, part, str(self.path))
                 view[relative(common, read.stored)].copy_(part)
 
     def _reads(self, tensor: TensorPlan) -> list[_Read]:

@@ -18,6 +18,7 @@ from hf_formats.fp8 import BLOCK, FP8_DTYPE, SCALE_SUFFIX, num_blocks, quantizat
 from hf_formats.problems import raise_problems
 from hf_formats.ranges import Ranges
 from hf_formats.safetensors import DTYPE_NAMES, INDEX_NAME, read_directory
+from hf_formats.stored_extras import unread_extras
 from mindspeed_llm.cli_io import atomic_directory, copy_companions, name_end_token, write_json
 from mindspeed_llm.conversion.synced_file import SyncedFile
 from mindspeed_llm.hf_shapes import hf_tensors
@@ -59,6 +60,14 @@ class HFCheckpoint(Checkpoint):
     def names(self) -> Collection[str]:
         return self._entries.keys()
 
+    def where(self, hf_name: str) -> str:
+        return str(self._entries[hf_name].file)
+
+    def leave_out_extras(self, tie_word_embeddings: bool) -> None:
+        """Forget what ``unread_extras`` names; ValueError for a tied head that is no copy of the embedding."""
+        for name in unread_extras(self.path, self._entries, tie_word_embeddings):
+            del self._entries[name]
+
     def shape(self, hf_name: str) -> tuple[int, ...]:
         return self._entries[hf_name].shape
 
@@ -79,8 +88,12 @@ class HFCheckpoint(Checkpoint):
 
 
 def open_hf(path: str | Path, hf: HFModelConfig) -> HFCheckpoint:
-    """An HF directory, BF16 or FP8, whose every shard and scale is there and of this model; reads headers only."""
+    """An HF directory, BF16 or FP8, whose every shard and scale is there and of this model.
+
+    It reads headers only, and a stored head whose config ties it to the embedding, to compare both.
+    """
     source = HFCheckpoint(path)
+    source.leave_out_extras(hf.tie_word_embeddings)
     check_against_config(source, hf)
     _check_scales(source, hf, read_config_dict(path))
     return source

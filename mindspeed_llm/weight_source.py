@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hf_formats.config import HFModelConfig
 from hf_formats.file_region import FileRegion
+from hf_formats.finite import require_finite
 from hf_formats.fp8 import BLOCK, FP8_DTYPE, SCALE_SUFFIX, Fp8Blocks, check_scale_values, dequantize_into, touched
 from hf_formats.ranges import Ranges, index_of, intersection, relative, shape_of
 from megatron.core.parallel_layout import ParallelLayout
@@ -50,6 +51,10 @@ class Checkpoint(WeightSource, AbstractContextManager["Checkpoint"]):
 
     def close(self) -> None:
         """Release the files; tensors that were read stay valid."""
+
+    def where(self, hf_name: str) -> str:
+        """The file or directory that holds a tensor, for errors."""
+        return str(self.path)
 
     @abstractmethod
     def describe(self) -> str:
@@ -115,10 +120,12 @@ def fill(local: Tensor, tensor: TensorPlan, source: WeightSource, copy: CopyValu
     """Read every shard of ``tensor`` from ``source`` into ``local`` (shape ``tensor.shape``), casting to its dtype.
 
     FP8 weights are multiplied by the scales of the blocks that a shard touches and rounded once. ``copy`` writes the
-    values of a shard; another implementation of it gives the same bits faster.
+    values of a shard; another implementation of it gives the same bits faster. ValueError for NaN or infinity.
     """
     for shard in tensor.shards:
         values, target = source.read(shard.hf_name, shard.ranges), hf_view(local, shard)
+        where = source.where(shard.hf_name) if isinstance(source, Checkpoint) else "the source"
+        require_finite(shard.hf_name, values, where)
         if values.dtype != FP8_DTYPE:
             copy(target, values, None, (0, 0))
             continue

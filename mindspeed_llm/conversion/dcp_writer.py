@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from hf_formats.config import HFModelConfig, parse_hf_config
+from hf_formats.files import write_bytes
 from hf_formats.fp8 import BLOCK
-from megatron.core.dist_checkpointing.manifest import write_bytes
 from megatron.core.dist_checkpointing.saved_tensors import METADATA
 from megatron.core.parallel_layout import ParallelLayout
 from mindspeed_llm.conversion.torch_file import TensorRef, TorchFile, torch_file_layout

@@ -196,4 +196,4 @@ def _remove_unfinished(building: Path, journal: Journal) -> None:
     kept = {building / JOURNAL_NAME, *(building / file for file in journal.records)}
     for path in building.rglob("*"):
         if path.is_file() and path not in kept:
-            path.unlink()
+            path.unlink(missing_ok=True)

@@ -16,8 +16,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from hf_formats.files import write_bytes
 from hf_formats.problems import shown_names
-from megatron.core.dist_checkpointing.manifest import write_bytes
 from mindspeed_llm.cli_io import MANIFEST_NAME
 from mindspeed_llm.conversion.writer import FileRecord, TensorRecord
 

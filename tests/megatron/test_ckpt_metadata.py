@@ -135,3 +135,14 @@ def test_a_load_does_not_run_what_stands_in_a_tensors_place(tmp_path: Path) -> N
     with pytest.raises(OSError, match="could not read"):
         load_checkpoint(tmp_path / "saved", model, None, None, random_states=False)
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_value_that_is_not_finite_is_named_with_its_file(tmp_path: Path, value: float) -> None:
+    model = torch.nn.Linear(3, 2)
+    with torch.no_grad():
+        model.weight[1, 2] = value
+    CheckpointSaver().save(tmp_path / "saved", model, None, None, {}, random_states=False)
+    text = rf"weight model\.weight of __0_0\.distcp is {value} at \(1, 2\)"
+    with pytest.raises(ValueError, match=text):
+        load_checkpoint(tmp_path / "saved", model, None, None, random_states=False)

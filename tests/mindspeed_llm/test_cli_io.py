@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import signal
+import socket
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from mindspeed_llm.cli_io import progress, run_cli
+from mindspeed_llm.cli_io import atomic_directory, progress, run_cli
 
 INTERRUPTED = 130
 
@@ -67,3 +69,16 @@ def test_a_log_gets_lines_in_place_of_a_bar(
         advance(10**9)
     lines = capsys.readouterr().err.splitlines()
     assert [line.removeprefix("cast, 2 files: ").partition(",")[0] for line in lines] == wanted
+
+
+def test_what_a_killed_run_was_replacing_gets_its_name_back(tmp_path: Path) -> None:
+    """A kill between the two renames leaves no directory of the name; the process of this id cannot exist."""
+    target = tmp_path / "out"
+    old, new = (tmp_path / f"out.tmp-{socket.gethostname()}-{2**22 + 1}{end}" for end in (".old", ""))
+    for path in (old, new):
+        path.mkdir()
+        (path / "weights").write_text(path.suffix)
+    with pytest.raises(RuntimeError), atomic_directory(target):
+        raise RuntimeError
+    assert (target / "weights").read_text() == ".old"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -23,7 +23,7 @@ from mindspeed_llm.load_weights import load_weights
 from mindspeed_llm.model import build_model
 from mindspeed_llm.weight_plan import Shard, local_plan
 from mindspeed_llm.weight_source import fill
-from tests.mindspeed_llm.tiny import tiny_hf_config, write_tiny_checkpoint
+from tests.mindspeed_llm.tiny import tiny_hf_config, tiny_qwen3_config, tiny_weights, write_tiny_checkpoint
 from tests.parallel.launcher import run_ranks
 
 # Columns that are cut leave a page or more between the rows of a rank.
@@ -153,3 +153,61 @@ def test_fp8_without_scales_or_in_other_blocks(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"weight_block_size=\[64, 64\]") as error:
         open_hf(tmp_path / "fp8", hf)
     assert f"is FP8 and has no {name}" in str(error.value)
+
+
+def rewritten(folder: Path, **changed: torch.Tensor) -> Path:
+    """The checkpoint of ``folder``, of one file, with other or more tensors."""
+    save_file(load_file(folder / "model.safetensors") | changed, folder / "model.safetensors")
+    return folder
+
+
+def one_file(folder: Path, config: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tiny_weights(config, dtype=dtype), folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_weight_that_is_not_finite_is_named_with_its_file(tmp_path: Path, value: float) -> None:
+    folder = one_file(tmp_path / "hf", tiny_hf_config())
+    name = "model.layers.1.mlp.experts.5.down_proj.weight"
+    bad = load_file(folder / "model.safetensors")[name]
+    bad[3, 7] = value
+    hf = load_hf_config(rewritten(folder, **{name: bad}))
+    with open_hf(folder, hf) as source, pytest.raises(ValueError, match=rf"weight {name} of .*model\.safetensors is"):
+        for tensor in local_plan(hf, ParallelLayout(), 0):
+            fill(torch.empty(tensor.shape), tensor, source)
+
+
+def test_a_quantised_weight_that_is_not_finite_is_named(published: tuple[Path, Path], tmp_path: Path) -> None:
+    hf = load_hf_config(published[0])
+    name = "model.layers.0.mlp.down_proj.weight"
+    for file in published[0].iterdir():
+        tensors = load_file(file) if file.suffix == ".safetensors" else {}
+        if name in tensors:
+            tensors[name].view(torch.uint8)[0, 0] = 0x7F  # NaN
+            save_file(tensors, tmp_path / file.name)
+        else:
+            os.link(file, tmp_path / file.name)
+    tensor = next(t for t in local_plan(hf, ParallelLayout(), 0) if any(s.hf_name == name for s in t.shards))
+    with open_hf(tmp_path, hf) as source, pytest.raises(ValueError, match=rf"weight {name} of .* is nan at \(0, 0\)"):
+        fill(torch.empty(tensor.shape, dtype=torch.bfloat16), tensor, source)
+
+
+def test_what_published_checkpoints_store_beside_the_weights_is_left_out(tmp_path: Path) -> None:
+    folder = one_file(tmp_path / "hf", tiny_qwen3_config(tie_word_embeddings=True))
+    hf = load_hf_config(folder)
+    held = set(open_hf(folder, hf).names())
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    buffers = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
+        "model.rotary_emb.inv_freq": torch.ones(4),
+    }
+    rewritten(folder, **{"lm_head.weight": embedding.clone()}, **buffers)
+    assert set(open_hf(folder, hf).names()) == held
+    with pytest.raises(ValueError, match=r"lm_head\.weight \(model\.safetensors\) differs from model\.embed_tokens"):
+        open_hf(rewritten(folder, **{"lm_head.weight": embedding + 1}), hf)
+    other = {"lm_head.weight": embedding.clone(), "model.layers.0.stray": torch.ones(1)}
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.stray is not part of the model"):
+        open_hf(rewritten(folder, **other), hf)

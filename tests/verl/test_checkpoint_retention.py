@@ -61,6 +61,34 @@ def test_a_broken_one_goes_although_its_step_is_to_be_kept(tmp_path: Path) -> No
     assert _steps(tmp_path) == [4]
 
 
+def _publish_beside_a_reader(root: Path, checkpoint: checkpointing.Checkpoint) -> None:
+    """In a child: whenever a file of step 1 is removed, another one appears, as .nfs files do."""
+
+    def reappear(event: str, arguments: tuple[object, ...]) -> None:
+        if event == "os.rmdir" and Path(str(arguments[0])).name == "actor":
+            (root / "global_step_1" / "actor" / ".nfs1").touch()
+
+    sys.addaudithook(reappear)
+    checkpointing.publish(str(root), checkpoint, 1, 0)
+
+
+def test_an_old_one_that_somebody_reads_does_not_end_the_run_and_goes_at_a_later_save(tmp_path: Path) -> None:
+    _write(tmp_path, 1)
+    second = _write(tmp_path, 2)
+    child = os.fork()
+    if child == 0:
+        try:
+            _publish_beside_a_reader(tmp_path, second)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert _steps(tmp_path) == [1, 2] and not checkpointing.checkpoint_at(str(tmp_path), 1).is_complete
+    assert checkpointing.latest_path(str(tmp_path)).read_text() == "2"
+    checkpointing.publish(str(tmp_path), _write(tmp_path, 3), 1, 0)
+    assert _steps(tmp_path) == [3]
+
+
 def _publish_and_die(root: Path, checkpoint: checkpointing.Checkpoint, at_change: int) -> None:
     """In a child: kills itself right before the change of that number."""
     seen = 0

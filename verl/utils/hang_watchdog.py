@@ -188,7 +188,7 @@ class HangWatchdog:
         _write(path, text)
         self.last_report = path
         logger.error("%s; the full report is in %s", text.splitlines()[0], path)
-        self._alarm.unlink()
+        self._alarm.unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)  # a late answer may still be written into it
 
     def _last_seen(self) -> dict[int, str]:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from hf_formats.finite import require_finite
 from megatron.core.dist_checkpointing.common import read_common
 from megatron.core.dist_checkpointing.manifest import Manifest, file_problems, read_manifest
 from megatron.core.dist_checkpointing.mapping import Shard
@@ -52,7 +53,7 @@ def load_checkpoint(
     in another layout each rank's generators are seeded from the saved states of rank 0 and its own rank, so that two
     loads give the same states. Optimizer and scheduler may be None, ``random_states`` False: that state is not read.
     Raises ``ValueError`` when the checkpoint is incomplete (every damaged file is named) or of another model, before
-    anything is overwritten.
+    anything is overwritten, and when a value in it is NaN or infinite.
     """
     source, ranks = Path(directory), Ranks(groups)
     manifest = read_manifest(source)
@@ -66,7 +67,8 @@ def load_checkpoint(
     found = ranks.together("compare", lambda: (_problems(shards, metadata), {s.key for s in shards}))
     _check(source, [problem for own, _ in found for problem in own])
     _warn_of_unread(source, metadata, {key for _, keys in found for key in keys}, ranks)
-    ranks.together(f"read {source}", lambda: _read(reader, metadata, shards))
+    read = ranks.together(f"read {source}", lambda: _read(reader, metadata, shards))
+    _check(source, [problem for own in read for problem in own], "cannot be used")
     if random_states:
         _restore_random(reader, metadata, manifest, ranks, next(model.parameters()).device)
     if optimizer is not None:
@@ -95,7 +97,8 @@ class _ShardPlanner(dcp.DefaultLoadPlanner):
 
     def __init__(self, shards: Sequence[Shard], metadata: Metadata) -> None:
         super().__init__()
-        self._saved = metadata.state_dict_metadata
+        self.problems: list[str] = []  # values that are not finite
+        self._saved, self._files = metadata.state_dict_metadata, metadata.storage_data
         self._shards: dict[str, dict[torch.Size, list[Shard]]] = {}
         for shard in shards:
             self._shards.setdefault(shard.key, {}).setdefault(torch.Size(shard.offsets), []).append(shard)
@@ -114,6 +117,11 @@ class _ShardPlanner(dcp.DefaultLoadPlanner):
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """Copy the values to the other shards of the same elements on this rank (a shared embedding's copy)."""
+        try:
+            file = self._files[read_item.storage_index].relative_path
+            require_finite(read_item.dest_index.fqn, tensor, file)
+        except ValueError as error:  # raised on all ranks when all have read
+            self.problems.append(str(error))
         for view in self._views(read_item)[1:]:
             view.copy_(tensor)
 
@@ -125,7 +133,8 @@ class _ShardPlanner(dcp.DefaultLoadPlanner):
         return views
 
 
-def _read(reader: dcp.FileSystemReader, metadata: Metadata, shards: Sequence[Shard]) -> None:
+def _read(reader: dcp.FileSystemReader, metadata: Metadata, shards: Sequence[Shard]) -> list[str]:
+    """Fill ``shards``; returns what is not finite."""
     planner = _ShardPlanner(shards, metadata)
     reader.set_up_storage_reader(metadata, is_coordinator=False)
     plan = reader.prepare_local_plan(planner.create_local_plan())
@@ -134,6 +143,7 @@ def _read(reader: dcp.FileSystemReader, metadata: Metadata, shards: Sequence[Sha
     assert num_read == num_wanted, f"{num_read} elements to read, {num_wanted} wanted"
     with torch.no_grad():
         reader.read_data(plan, planner).wait()
+    return planner.problems
 
 
 def _problems(shards: Sequence[Shard], metadata: Metadata) -> list[str]:
@@ -150,11 +160,11 @@ def _problems(shards: Sequence[Shard], metadata: Metadata) -> list[str]:
     return list(found.values())
 
 
-def _check(source: Path, problems: Sequence[str]) -> None:
+def _check(source: Path, problems: Sequence[str], what: str = "is of another model") -> None:
     distinct = list(dict.fromkeys(problems))
     if distinct:
         more = f"; and {len(distinct) - _SHOWN} more" if len(distinct) > _SHOWN else ""
-        raise ValueError(f"checkpoint {source} is of another model: " + "; ".join(distinct[:_SHOWN]) + more)
+        raise ValueError(f"checkpoint {source} {what}: " + "; ".join(distinct[:_SHOWN]) + more)
 
 
 def _warn_of_unread(source: Path, metadata: Metadata, wanted: set[str], ranks: Ranks) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from hf_formats.files import write_bytes
 from megatron.core.parallel_layout import ParallelLayout
 
 MANIFEST = "manifest.json"
@@ -41,29 +42,9 @@ def record_file(path: Path) -> FileRecord:
     return FileRecord(path.stat().st_size, digest.hexdigest())
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write ``content`` atomically: after a crash ``path`` holds all of it or what it held before."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    with partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-    sync_directory(path.parent)
-
-
 def write_json(path: Path, value: object) -> None:
     """``write_bytes`` of ``value`` as JSON."""
     write_bytes(path, json.dumps(value, indent=1).encode())
-
-
-def sync_directory(path: Path) -> None:
-    """Make the names in ``path`` durable."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
@@ -92,10 +73,14 @@ def file_problems(directory: Path, manifest: Manifest, verify_digests: bool = Fa
     found = []
     for name, record in manifest.files.items():
         path = directory / name
-        if not path.is_file():
+        try:
+            num_bytes = path.stat().st_size if path.is_file() else None
+        except FileNotFoundError:  # removed this moment
+            num_bytes = None
+        if num_bytes is None:
             found.append(f"{path} is missing")
-        elif path.stat().st_size != record.num_bytes:
-            found.append(f"{path} has {path.stat().st_size} bytes, expected {record.num_bytes}")
+        elif num_bytes != record.num_bytes:
+            found.append(f"{path} has {num_bytes} bytes, expected {record.num_bytes}")
         elif verify_digests and record_file(path).sha256 != record.sha256:
             found.append(f"{path} is damaged: its SHA-256 differs from the manifest's")
     return found

@@ -14,7 +14,7 @@ from torch.distributed._shard.sharded_tensor import metadata as sharded_metadata
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from hf_formats.listed_pickle import PATHS, load_listed
+from hf_formats.listed_pickle import PATHS, Names, load_listed
 
 METADATA = ".metadata"
 
@@ -35,7 +35,7 @@ _MODULES = {
     torch: ("Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))),
     collections: ("OrderedDict",),
 }
-_NAMES = PATHS | {
+CHECKPOINT_NAMES: Names = PATHS | {
     (module.__name__, name): getattr(module, name)
     for module, names in _MODULES.items()
     for name in names
@@ -105,7 +105,7 @@ def read_metadata(directory: Path) -> Metadata:
     path = directory / METADATA
     try:
         with path.open("rb") as file:
-            found = load_listed(file, _NAMES, "a distributed checkpoint's metadata")
+            found = load_listed(file, CHECKPOINT_NAMES, "a distributed checkpoint's metadata")
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist: {directory} holds no distributed checkpoint") from None
     except pickle.UnpicklingError as error:

@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.save_plan import GlobalPlan, OwnedChunks, 
 from megatron.core.dist_checkpointing.sharded_state import random_state_shards, training_shards
 from megatron.core.dist_checkpointing.snapshot import Snapshot
 from megatron.core.dist_checkpointing.write_process import BackgroundWrite
-from megatron.core.dist_checkpointing.writer import Completion, RankJob, complete, write_rank
+from megatron.core.dist_checkpointing.writer import Completion, RankJob, complete, restore_interrupted, write_rank
 from megatron.core.optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.parallel_state import ProcessGroups
@@ -117,6 +117,7 @@ class CheckpointSaver:
         if self.ranks.rank != 0:
             return final  # unused
         final.parent.mkdir(parents=True, exist_ok=True)
+        restore_interrupted(final)
         for left in final.parent.glob(f".{final.name}.*.partial*"):
             shutil.rmtree(left, ignore_errors=True)
         partial = final.with_name(f".{final.name}.{uuid.uuid4().hex[:12]}.partial")

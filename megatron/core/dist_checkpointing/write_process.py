@@ -43,6 +43,7 @@ class BackgroundWrite:
                 pass_fds=[snapshot.handle],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
+                bufsize=0,  # else readline would take what the writer reports next out of the pipe
                 start_new_session=True,
                 env=os.environ | no_device | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import logging
 import os
 import pickle
 import shutil
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,21 +19,28 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
 
+from hf_formats.files import sync_directory, try_remove, write_bytes
+from hf_formats.listed_pickle import Names, load_listed
 from megatron.core.dist_checkpointing.common import COMMON
 from megatron.core.dist_checkpointing.manifest import (
     FileRecord,
     Manifest,
     file_problems,
+    is_complete,
     record_file,
-    sync_directory,
-    write_bytes,
     write_json,
     write_manifest,
 )
+from megatron.core.dist_checkpointing.saved_tensors import CHECKPOINT_NAMES
 from megatron.core.parallel_layout import ParallelLayout
 
 logger = logging.getLogger(__name__)
+
+_PASSING = {errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN}  # of a network file system that comes back
+_REPLACED = ".replaced"
+_RECORD_NAMES: Names = CHECKPOINT_NAMES | {(one.__module__, one.__name__): one for one in (FileRecord, WriteResult)}
 
 
 @dataclass(frozen=True)
@@ -122,28 +132,45 @@ def _done(partial: Path, rank: int) -> Path:
 
 
 def _wait_for_records(partial: Path, world_size: int, stall_timeout_s: float) -> None:
-    seen, changed_at, pause_s = None, time.monotonic(), 0.01
+    seen, changed_at, pause_s = dict[str, int](), time.monotonic(), 0.01
+    missing, problem = list(range(world_size)), ""
     while True:
-        missing = [rank for rank in range(world_size) if not _done(partial, rank).exists()]
-        if not missing:
-            return
-        failed = sorted(partial.glob("rank-*.failed"))
-        if failed:
-            raise OSError("; ".join(f"{path.stem}: {path.read_text()}" for path in failed))
-        now = {path.name: path.stat().st_size for path in partial.iterdir()}
+        try:
+            missing = [rank for rank in range(world_size) if not _done(partial, rank).exists()]
+            if not missing:
+                return
+            failed = sorted(partial.glob("rank-*.failed"))
+            if failed:
+                raise OSError("; ".join(f"{path.stem}: {path.read_text()}" for path in failed))
+            now, problem = _sizes(partial), ""
+        except OSError as error:
+            if error.errno not in _PASSING:
+                raise
+            now, problem = seen, f"; {error}"
         if now != seen:
             seen, changed_at = now, time.monotonic()
         elif time.monotonic() - changed_at > stall_timeout_s:
-            raise OSError(f"ranks {missing[:8]} wrote nothing to {partial} for {stall_timeout_s:g} s")
+            raise OSError(f"ranks {missing[:8]} wrote nothing to {partial} for {stall_timeout_s:g} s{problem}")
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.5)
+
+
+def _sizes(partial: Path) -> dict[str, int]:
+    """Name -> bytes of what the other ranks write right now: a name may be gone, renamed, before it is looked at."""
+    sizes = {}
+    for path in partial.iterdir():
+        with suppress(FileNotFoundError):
+            sizes[path.name] = path.stat().st_size
+    return sizes
 
 
 def _finish(partial: Path, completion: Completion) -> None:
     files: dict[str, FileRecord] = {}
     results = []
     for rank in range(completion.layout.world_size):
-        own_files, own_results = pickle.loads(_done(partial, rank).read_bytes())
+        own_files, own_results = load_listed(
+            io.BytesIO(_done(partial, rank).read_bytes()), _RECORD_NAMES, "a rank's record"
+        )
         files |= own_files
         results.append(own_results)
     dcp.FileSystemWriter(partial).finish(replace(completion.metadata), results)
@@ -154,22 +181,46 @@ def _finish(partial: Path, completion: Completion) -> None:
     if problems:
         raise OSError(f"{'; '.join(problems)}; is the directory on a file system that all nodes share?")
     for rank in range(completion.layout.world_size):
-        _done(partial, rank).unlink()
+        try_remove(_done(partial, rank))
     write_manifest(partial, manifest)
 
 
 def _publish(partial: Path, final: Path) -> None:
-    """Rename ``partial`` to ``final``; an existing directory of that name is renamed first and removed afterwards."""
-    replaced = partial.with_name(f"{partial.name}.replaced")
-    while True:
-        if final.exists():
+    """Rename ``partial`` to ``final``; an existing directory of that name is renamed first and removed afterwards.
+
+    ``restore_interrupted`` repairs what a kill between the two leaves; a run that resumes may do so at any moment.
+    """
+    replaced = partial.with_name(f"{partial.name}{_REPLACED}")
+    while partial.exists():
+        with suppress(FileNotFoundError):
             os.rename(final, replaced)
         try:
             os.rename(partial, final)
-            break
         except OSError:
-            if not final.exists():  # else the writer of an earlier run has just published the same step
+            if not final.exists():
                 raise
-            shutil.rmtree(replaced, ignore_errors=True)
+            # The writer of an earlier run has just published the same step, or another run has restored this one.
+            try_remove(replaced)
     sync_directory(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    try_remove(replaced)
+
+
+def restore_interrupted(final: Path) -> None:
+    """Give a checkpoint its name where a kill came between the two renames of ``_publish``; else do nothing.
+
+    Both copies are then whole under other names, and the new one is taken.
+    """
+    if final.exists():
+        return
+    left = sorted(final.parent.glob(f".{final.name}.*.partial*"), key=lambda path: path.name.endswith(_REPLACED))
+    if not any(path.name.endswith(_REPLACED) for path in left):
+        return
+    for path in left:
+        if is_complete(path):
+            try:
+                os.rename(path, final)
+            except OSError as error:  # another process has restored it, or this one may not write there
+                logger.warning("%s could not be renamed to %s: %s", path, final, error)
+            else:
+                logger.warning("%s: a save was killed while it replaced it; it is restored from %s", final, path.name)
+            return

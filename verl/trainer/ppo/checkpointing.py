@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.dist_checkpointing import is_complete, saved_contents
+from hf_formats.files import sync_directory, try_remove
+from megatron.core.dist_checkpointing import is_complete, restore_interrupted, saved_contents
 
 logger = logging.getLogger(__name__)
 
@@ -99,8 +99,12 @@ def checkpoints(root: str) -> list[Checkpoint]:
 
 
 def complete_checkpoints(root: str) -> Iterator[Checkpoint]:
-    """Complete checkpoints, newest first; incomplete ones are logged and skipped."""
+    """Complete checkpoints, newest first; incomplete ones are logged and skipped.
+
+    One whose replacement by the same step was killed half-way is given its name back.
+    """
     for checkpoint in reversed(checkpoints(root)):
+        restore_interrupted(checkpoint.actor)
         if checkpoint.is_complete:
             yield checkpoint
         else:
@@ -111,6 +115,8 @@ def resume_problem(path: str) -> str | None:
     """Why a run cannot be resumed from the folder ``path``, with those beside it that it could be resumed from."""
     directory = Path(path).expanduser()
     named = _STEP.fullmatch(directory.name) is not None
+    if named and directory.is_dir():
+        restore_interrupted(directory / "actor")
     if named and Checkpoint(directory).is_complete:
         return None
     if not directory.is_dir():
@@ -148,8 +154,15 @@ def publish(root: str, checkpoint: Checkpoint, max_to_keep: int | None, keep_eve
     if max_to_keep is None:
         return
     older = [other for other in checkpoints(root) if other.step < checkpoint.step]
-    whole = [other for other in older if other.is_complete]
-    kept = whole[max(0, len(whole) - (max_to_keep - 1)) :]
+    whole, unreadable = [], []
+    for other in older:
+        try:
+            if other.is_complete:
+                whole.append(other)
+        except OSError as error:  # of the file system, which says nothing about the checkpoint
+            logger.warning("%s cannot be read and is left: %s", other.directory, error)
+            unreadable.append(other)
+    kept = unreadable + whole[max(0, len(whole) - (max_to_keep - 1)) :]
     if keep_every_steps:
         kept += [other for other in whole if other.step % keep_every_steps == 0]
     for other in older:
@@ -158,9 +171,12 @@ def publish(root: str, checkpoint: Checkpoint, max_to_keep: int | None, keep_eve
 
 
 def _remove(checkpoint: Checkpoint) -> None:
-    """Removes the state file first: the checkpoint is incomplete from then on, even if the rest is not removed."""
-    checkpoint.state_path.unlink(missing_ok=True)
-    shutil.rmtree(checkpoint.directory)
+    """Removes the state file first: the checkpoint is incomplete from then on, even if the rest is not removed.
+
+    What somebody else reads or protects stays with a warning, and the next ``publish`` tries again.
+    """
+    if try_remove(checkpoint.state_path):
+        try_remove(checkpoint.directory)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -174,3 +190,4 @@ def write_bytes(path: Path, content: bytes) -> None:
         out.flush()
         os.fsync(out.fileno())
     os.replace(temporary, path)
+    sync_directory(path.parent)

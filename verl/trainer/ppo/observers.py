@@ -69,7 +69,7 @@ class StepFiles(StepObserver):
         for path in self.directory.glob(self._pattern):
             match = _STEP.fullmatch(path.name)
             if match and int(match[1]) >= first_step:
-                path.unlink()
+                path.unlink(missing_ok=True)
 
     def write_file(self, name: str, text: str) -> None:
         """Writes a file atomically; it is on disk when this returns."""
