@@ -1,10 +1,12 @@
 """Grading of final answers in the style of MATH (``\\boxed{...}``) and GSM8K (``#### ...``); nothing is ever evaluated.
 
 Two answers are equal when they are the same text, the same rational number or, in math-verify's LaTeX parser, the same
-expression; ``answer_forms`` has the ways to write one, in LaTeX or in Unicode. A comma between digits separates thousands
-where three digits follow and pieces of a list otherwise, never decimals. The parser computes what it reads (``9^{9^9}``, ``(10^6)!``), so it is asked only about answers that
-``is_small`` has bounded beforehand; all others are equal to the same text alone. What passes takes milliseconds, but
-symbolic algebra has no proof of that: call this from processes that are ended at a wall-clock limit, as
+expression; ``answer_forms`` has the ways to write one, in LaTeX or in Unicode. A comma between digits separates
+thousands where three digits follow and pieces of a list otherwise, never decimals.
+
+The parser computes what it reads (``9^{9^9}``, ``(10^6)!``), so it is asked only about answers that ``is_small`` has
+bounded beforehand; all others are equal to the same text alone. What passes takes milliseconds, but symbolic algebra
+has no proof of that: call this from processes that are ended at a wall-clock limit, as
 ``verl.utils.reward_score.scoring_pool`` does, which counts such an answer as ungraded.
 """
 
