@@ -1,9 +1,12 @@
 """Grading of final answers in the style of MATH (``\\boxed{...}``) and GSM8K (``#### ...``); nothing is ever evaluated.
 
 Two answers are equal when they are the same text, the same rational number or, in math-verify's LaTeX parser, the same
-expression. The parser computes what it reads (``9^{9^9}``, ``(10^6)!``), so it is asked only about answers that
-``is_small`` has bounded beforehand; all others are equal to the same text alone. What passes takes milliseconds, but
-symbolic algebra has no proof of that: call this from processes that are ended at a wall-clock limit, as
+expression; ``answer_forms`` has the ways to write one, in LaTeX or in Unicode. A comma between digits separates
+thousands where three digits follow and pieces of a list otherwise, never decimals.
+
+The parser computes what it reads (``9^{9^9}``, ``(10^6)!``), so it is asked only about answers that ``is_small`` has
+bounded beforehand; all others are equal to the same text alone. What passes takes milliseconds, but symbolic algebra
+has no proof of that: call this from processes that are ended at a wall-clock limit, as
 ``verl.utils.reward_score.scoring_pool`` does, which counts such an answer as ungraded.
 """
 
@@ -11,8 +14,19 @@ from __future__ import annotations
 
 import logging
 import re
-from contextlib import suppress
-from fractions import Fraction
+from collections.abc import Sequence
+
+from recipes.common.answer_forms import (
+    ascii_form,
+    based,
+    matrix,
+    measured,
+    pieces,
+    rational,
+    unwrapped,
+    with_braces,
+    without_separators,
+)
 
 MAX_ANSWER_CHARS = 512
 MAX_PARSED_CHARS = 200  # of an answer that is parsed; MATH's longest has 159
@@ -26,10 +40,6 @@ MAX_FUNCTIONS = 4  # sines, logarithms ...
 MAX_ROOTS = 8  # each may double the terms of an equality that algebra must settle
 MAX_SIGNS = 2  # ``\\pm``: each doubles the values of an expression
 
-_INTEGER = re.compile(r"[+-]?\d{1,40}")
-_NUMBER = re.compile(r"[+-]?(?:\d{1,40}(?:\.\d{0,20}|/\d{1,40})?|\.\d{1,20})")  # also 1/2
-_FRACTION = re.compile(r"([+-]?)\\[dt]?frac\{([+-]?\d{1,40})\}\{([+-]?\d{1,40})\}")
-_THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2}(?:,(?:\\!)?\d{3})+(?:\.\d+)?")
 _OPEN_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BARE_BOX = re.compile(r"\\boxed\s*(?P<content>[^\s{$\\][^$\n]{0,63}|\\[^$\n]{1,63})")
 _TRUTH_MARK = "####"
@@ -54,6 +64,7 @@ _EXPONENT = re.compile(r"\^\s*(?P<exponent>\{[^{}]*\}|\\[a-zA-Z]+|.)", re.DOTALL
 _INFINITY = re.compile(r"(?<=[(\[,+ -])\\infty(?=\s*[,)\]])")  # the end of an interval; in a sum it equals anything
 _FLOAT = re.compile(r"\d\.?[eE][+-]?\d")  # 1E9999999
 _NUMERAL = re.compile(r"\d+(?:\.\d+)?|\.\d+")
+_UNCOUNTED = re.compile(r"(?:\\%|\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})|\\degree)$")
 _MATH_MODE = re.compile(r"(?<!\\)\$")  # a dollar that begins or ends a formula; an escaped one is money
 
 
@@ -91,30 +102,83 @@ def true_answer(solution: str) -> str | None:
 
 
 def answers_equal(given: str, truth: str) -> bool:
-    """Whether two answers are the same number, text or mathematical expression."""
+    """Whether two answers are the same number, text or mathematical expression.
+
+    Two plain numbers are compared exactly. Bases and units count where both sides give one, the order of a tuple, an
+    interval or a matrix always; a percent sign and degrees never (50% is 50, not 0.5).
+    """
     if len(given) > 4 * MAX_ANSWER_CHARS:
         return False
+    numbers = rational(given.strip()), rational(truth.strip())
+    if numbers[0] is not None and numbers[1] is not None:  # most answers, without further looking
+        return numbers[0] == numbers[1]
     given, truth = _plain(given), _plain(truth)
     if not given or not truth or len(given) > MAX_ANSWER_CHARS:
         return False
-    if given == truth or given.removesuffix("\\%") == truth.removesuffix("\\%"):
+    return _equal(given, truth)
+
+
+def contradict(given: str, truth: str) -> bool:
+    """Whether two answers differ for certain: as plain numbers, in their units or in their bases."""
+    return len(given) <= MAX_ANSWER_CHARS and _plainly_equal(_plain(given), _plain(truth)) is False
+
+
+def _equal(given: str, truth: str) -> bool:
+    decided = _plainly_equal(given, truth)
+    if decided is not None:
+        return decided
+    (given_head, given_unit), (truth_head, truth_unit) = measured(given), measured(truth)
+    if given_unit or truth_unit:
+        decided = _plainly_equal(given_head, truth_head)
+        return _equal_pieces(given, truth) if decided is None else decided
+    return _equal_pieces(given, truth)
+
+
+def _plainly_equal(given: str, truth: str) -> bool | None:
+    """Whether two answers are equal as texts or plain numbers, or differ as such, in bases or units; None: unknown."""
+    if given == truth or _uncounted(given) == _uncounted(truth):
         return True
-    numbers = rational(given), rational(truth)
-    if None not in numbers and numbers[0] == numbers[1]:
-        return True
-    if all(_INTEGER.fullmatch(answer) for answer in (given, truth)):
+    bases = based(given), based(truth)
+    if bases[0] is not None and bases[1] is not None:
+        return bases[0] == bases[1]
+    (given_head, given_unit), (truth_head, truth_unit) = measured(given), measured(truth)
+    if given_unit and truth_unit and given_unit != truth_unit:
         return False
+    numbers = [rational(without_separators(_uncounted(head))) for head in (given_head, truth_head)]
+    return None if None in numbers else numbers[0] == numbers[1]
+
+
+def _uncounted(answer: str) -> str:
+    return _UNCOUNTED.sub("", answer).rstrip()
+
+
+def _equal_pieces(given: str, truth: str) -> bool:
+    """As ``_equal``, of lists and matrices piece by piece, and of what the parser must decide."""
+    matrices = matrix(given), matrix(truth)
+    if matrices[0] is not None and matrices[1] is not None:
+        (kind, cells), (true_kind, true_cells) = matrices
+        has_form = kind == true_kind and list(map(len, cells)) == list(map(len, true_cells))
+        return has_form and all(_in_order(*rows) for rows in zip(cells, true_cells, strict=True))
+    lists = pieces(given), pieces(truth)
+    if lists[0] is not None and lists[1] is not None:
+        (brackets, found), (true_brackets, wanted) = lists
+        if brackets == true_brackets and len(found) == len(wanted):
+            return _in_any_order(found, wanted) if brackets in ("", "\\{\\}") else _in_order(found, wanted)
     return is_small(given) and is_small(truth) and _math_equal(given, truth)
 
 
-def rational(answer: str) -> Fraction | None:
-    """The number that a plain integer, decimal or fraction writes; None for anything else."""
-    with suppress(ZeroDivisionError):
-        if _NUMBER.fullmatch(answer):
-            return Fraction(answer)
-        if (match := _FRACTION.fullmatch(answer)) is not None:
-            return Fraction(int(match[2]), int(match[3])) * (-1 if match[1] == "-" else 1)
-    return None
+def _in_order(found: Sequence[str], wanted: Sequence[str]) -> bool:
+    return all(_equal(*pair) for pair in zip(found, wanted, strict=True))
+
+
+def _in_any_order(found: Sequence[str], wanted: Sequence[str]) -> bool:
+    left = list(wanted)
+    for piece in found:
+        match = next((other for other in left if _equal(piece, other)), None)
+        if match is None:
+            return False
+        left.remove(match)
+    return True
 
 
 def is_small(answer: str) -> bool:
@@ -189,12 +253,12 @@ def _plain(answer: str) -> str:
 
     The parser reads an answer between two dollars, so a dollar inside would end what it compares.
     """
-    answer = _MATH_MODE.sub("", answer).strip().removesuffix(".")
+    answer = _MATH_MODE.sub("", ascii_form(answer)).strip().removesuffix(".")
     answer = re.sub(r"\\(?:left|right)(?![a-zA-Z])", "", answer)
-    answer = re.sub(r"\s+", " ", answer).strip()
+    answer = unwrapped(re.sub(r"\s+", " ", answer).strip())
     if (words := _WORDS.fullmatch(answer)) is not None:
         answer = words["words"].strip()
-    return re.sub(r",(?:\\!)?", "", answer) if _THOUSANDS.fullmatch(answer) else answer
+    return without_separators(with_braces(answer))
 
 
 def _math_equal(given: str, truth: str) -> bool:
@@ -207,4 +271,6 @@ def _math_equal(given: str, truth: str) -> bool:
     # the pool's wall clock is the limit.
     truth_parsed = parse(f"${truth}$", extraction_config=latex_only, parsing_timeout=None)
     given_parsed = parse(f"${given}$", extraction_config=latex_only, parsing_timeout=None)
-    return bool(verify(truth_parsed, given_parsed, timeout_seconds=None))
+    # As many digits as tell a decimal from the irrational number that it approximates.
+    digits = {"float_rounding": 30, "numeric_precision": 50}
+    return bool(verify(truth_parsed, given_parsed, timeout_seconds=None, **digits))

@@ -11,12 +11,14 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from recipes.common.answer_forms import ascii_form
 from recipes.common.math_answers import answers_equal
 from verl.utils.reward_score.thoughts import CLOSE, OPEN, last_tag, with_opened_thought
 
 MARK = "####"
 FORMAT_SCORE = 0.1
-_NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?")
+_EMPHASIS = re.compile(r"(?:[ *_`$]|\\\(|\\\$|\\boxed\{)+")  # before the number; what is behind it does not matter
+_NUMBER = re.compile(r"-?(?:\\?\$)?\d(?:[\d,]|\\,|\{,\})*(?:\.\d+)?")
 
 
 def compute_score(
@@ -26,7 +28,7 @@ def compute_score(
     whole = with_opened_thought(solution_str, extra_info)
     answered = after_thought(whole)
     given = final_answer(answered)
-    accuracy = float(given is not None and answers_equal(given.replace("$", ""), str(ground_truth)))
+    accuracy = float(given is not None and answers_equal(re.sub(r"\\?\$", "", given), str(ground_truth)))
     last = answered.rstrip().rpartition("\n")[2]
     has_form = answered.count(MARK) == 1 and last.startswith(MARK) and given == last.removeprefix(MARK).strip()
     is_formed = float(
@@ -46,7 +48,9 @@ def final_answer(text: str) -> str | None:
     """The number that follows the last ``####``; None without one."""
     if MARK not in text:
         return None
-    number = _NUMBER.match(text.rpartition(MARK)[2].lstrip(" "))
+    last = ascii_form(text.rpartition(MARK)[2].lstrip(" "))
+    emphasis = _EMPHASIS.match(last)
+    number = _NUMBER.match(last, emphasis.end() if emphasis and not _NUMBER.match(last) else 0)
     return None if number is None else number[0]
 
 

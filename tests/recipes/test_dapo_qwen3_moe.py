@@ -123,7 +123,7 @@ def test_real_problems_are_read_and_their_answers_are_right(tmp_path: Path) -> N
     [
         ("1 + 1 = 2\nAnswer: 2", 1, 1),
         ("Answer: $2$", 1, 1),
-        ("answer : \\boxed{2}.", 0, 1),  # as upstream's: the full stop is part of what is compared
+        ("answer : \\boxed{2}.", 1, 1),  # upstream's compares the full stop too
         ("Answer: 3\nAnswer: 2", 1, 1),
         ("Answer: 2\nAnswer: 3", 0, 1),
         ("The answer is 2.", 0, 0),

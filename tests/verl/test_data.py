@@ -17,7 +17,7 @@ from verl.experimental.dataset.sampler import AbstractCurriculumSampler, Abstrac
 from verl.protocol import DataProto
 from verl.trainer.config.data import DataConfig
 from verl.utils.dataset import PromptItems, ResumableLoader, RLHFDataset, collate_fn
-from verl.utils.parquet import schema_problems
+from verl.utils.parquet import read_rows, schema_problems
 from verl.utils.tokenizer import hf_tokenizer
 
 
@@ -266,3 +266,50 @@ def test_schema_problems_name_the_file_the_column_and_what_was_expected(tmp_path
     text.write_text("not parquet")
     assert "is not a readable parquet file" in schema_problems(str(text))[0]
     assert "does not exist" in schema_problems(str(tmp_path / "absent.parquet"))[0]
+
+
+CHATS = [
+    [{"role": "user", "content": "What is 1 + 1?"}],
+    [
+        {"role": "system", "content": "Use tools.", "name": "root"},
+        {"role": "user", "content": "Weather?"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {"type": "function", "function": {"name": "get", "arguments": {"city": "Oslo"}}},
+                {"type": "function", "function": {"name": "ask", "arguments": {"unit": "C", "days": [1, 2]}}},
+            ],
+        },
+        {"role": "tool", "content": "5", "tool_call_id": "7"},
+    ],
+]
+
+
+def test_chat_rows_are_read_as_they_were_written(tmp_path: Path, files: tuple[str, str]) -> None:
+    """Arrow gives each message every key of the column; a template must not see the nulls, at any depth."""
+    rows = [_row(index, "") | {"prompt": chat} for index, chat in enumerate(CHATS)]
+    rows[0]["reward_model"]["ground_truth"], rows[1]["reward_model"]["ground_truth"] = {"a": 1, "b": None}, {"a": 2}
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "chats.parquet")
+    raw = pq.read_table(tmp_path / "chats.parquet").to_pylist()
+    assert raw[0]["prompt"][0]["tool_calls"] is None, "what Arrow adds"
+    found = read_rows([str(tmp_path / "chats.parquet")], "prompt")
+    assert [row["prompt"] for row in found] == CHATS
+    assert found[0]["reward_model"]["ground_truth"] == {"a": 1, "b": None}, "nulls of other columns stay as they are"
+    tokenizer = hf_tokenizer(files[1])
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.tool_calls is defined %}{% for c in m.tool_calls %}{{ c.function.arguments }}"
+        "{% endfor %}{% elif m.content is none %}no content{% else %}{{ m.content }}{% endif %}"
+        "{% if m.name is defined %}{{ m.name }}{% endif %}{% endfor %}"
+    )
+    data = RLHFDataset([str(tmp_path / "chats.parquet")], tokenizer, DataConfig(max_prompt_length=500))
+    assert "None" not in data[0]["prompt_text"] + data[1]["prompt_text"]
+    assert data[0]["prompt_text"] == "What is 1 + 1?"
+
+
+def test_parts_of_a_message_have_their_own_keys(tmp_path: Path) -> None:
+    parts = [[{"type": "text", "text": "See"}, {"type": "image", "image": "a.png"}], [{"type": "text", "text": "x"}]]
+    rows = [_row(i, "") | {"prompt": [{"role": "user", "content": content}]} for i, content in enumerate(parts)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "parts.parquet")
+    found = read_rows([str(tmp_path / "parts.parquet")], "prompt")
+    assert [row["prompt"][0]["content"] for row in found] == parts

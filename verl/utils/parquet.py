@@ -43,11 +43,29 @@ def data_sources(paths: Sequence[str]) -> set[str]:
 
 
 def read_rows(paths: Sequence[str], prompt_key: str) -> list[dict[str, Any]]:
-    """All rows of all files, in order; ValueError with every schema problem of every file."""
+    """All rows of all files, in order, their messages as they were written; ValueError with every schema problem."""
     problems = [problem for path in paths for problem in schema_problems(path, prompt_key)]
     if problems:
         raise ValueError("\n".join(problems))
-    return [row for path in paths for row in pq.read_table(Path(path).expanduser()).to_pylist()]
+    rows = [row for path in paths for row in pq.read_table(Path(path).expanduser()).to_pylist()]
+    for row in rows:
+        row[prompt_key] = [chat_message(message) for message in row[prompt_key] or []]
+    return rows
+
+
+def chat_message(message: dict[str, Any]) -> dict[str, Any]:
+    """A message without the nulls that Arrow adds, which has every key of a column in each of its messages.
+
+    A null that somebody wrote looks the same, so it goes too, at every depth; templates take an absent key and null
+    alike. ``content`` stays: a message without one, a call of a tool, has it as null, which templates ask for.
+    """
+    return {"role": message["role"], "content": None} | _without_nulls(message)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(of) for key, of in value.items() if of is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def _is_text(kind: pa.DataType) -> bool:
