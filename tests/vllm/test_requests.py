@@ -5,8 +5,11 @@ from __future__ import annotations
 import gc
 import pickle
 import random
+import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,8 +19,12 @@ from tests.parallel.launcher import run_ranks
 from tests.vllm.test_parity import as_inputs, make_prompts
 from tests.vllm.text_model import VOCAB_SIZE, write_text_checkpoint
 from tests.vllm.tiny import TINY, random_weights, write_checkpoint
+from verl.workers.config import RolloutConfig
+from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
 from vllm import LLM, RequestOutput, SamplingParams
+from vllm.outputs import Logprob
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.output_processor import PromptGroup
 from vllm.v1.engine.request_codec import decode, encode
 
 SIZES: dict[str, Any] = {"max_model_len": 80, "max_num_seqs": 4, "max_num_batched_tokens": 24, "block_size": 4}
@@ -324,3 +331,28 @@ def test_bytes_of_anything_but_requests_are_refused() -> None:
     content = np.frombuffer(pickle.dumps(Path("x")), dtype=np.uint8)
     with pytest.raises(pickle.UnpicklingError, match="Path is no part of an unfinished request"):
         decode(content)
+
+
+def test_each_output_is_built_once_and_log_probs_as_objects_only_where_asked_for(llm: LLM) -> None:
+    """The values are the same in either case: training reads `sampled_logprobs`."""
+    built: Counter[str] = Counter()
+
+    def count(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code in (PromptGroup.output.__code__, Logprob.__init__.__code__):
+            built[frame.f_code.co_name] += 1
+
+    def generated(**given: Any) -> list[list[float]]:
+        built.clear()
+        sys.setprofile(count)
+        try:
+            outputs = llm.generate(PROMPTS[:2], SamplingParams(n=2, max_tokens=3, seed=1, **given), use_tqdm=False)
+        finally:
+            sys.setprofile(None)
+        return [sample.sampled_logprobs for output in outputs for sample in output.outputs]
+
+    plain = generated()
+    assert built == {"output": 2}
+    assert generated(logprobs=0) == plain
+    assert built["output"] == 2 and built["__init__"] == sum(map(len, plain))
+    rollout = SimpleNamespace(config=RolloutConfig(prompt_length=4, response_length=24))
+    assert vLLMRollout.sampling_params(rollout, {"eos_token_id": 0}, seed=1).logprobs is None  # type: ignore[arg-type]
