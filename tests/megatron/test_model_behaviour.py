@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.models.gpt import GPTModel
 from megatron.core.ops import reference_ops
@@ -151,3 +152,33 @@ def test_packing_equals_one_sequence_at_a_time() -> None:
             for ids in batch.ids_T.split(lengths)
         ]
     torch.testing.assert_close(packed, torch.cat(single), rtol=0, atol=1e-5)
+
+
+class _LargestVocabulary(TorchDispatchMode):
+    """The most rows of any product with a column for each token of the vocabulary."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.vocab_size, self.num_rows = vocab_size, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mm.default and result.shape[1] == self.vocab_size:
+            self.num_rows = max(self.num_rows, result.shape[0])
+        return result
+
+
+@pytest.mark.parametrize("num_scored", [0, 3])
+def test_logits_are_of_scored_tokens_alone_also_where_there_are_none(num_scored: int) -> None:
+    """With none the loss is zero, and so is every gradient: the collectives of a backward pass still need one."""
+    config = tiny_config(vocab_size=134)
+    batch = packed_batch([9, 17, 6], config.vocab_size)
+    with one_process_groups() as groups:
+        model = make_model(config, groups)
+        with _LargestVocabulary(config.vocab_size) as seen:
+            logits = model(batch.ids_T, batch.positions_T, batch.params, scored_S=torch.arange(num_scored))
+            logits.square().sum().backward()
+    assert logits.shape == (num_scored, config.vocab_size) and seen.num_rows == max(1, num_scored)
+    grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert grads["output_layer.weight"] is not None and grads["embedding.word_embeddings.weight"] is not None
+    assert num_scored or not any(bool(grad.any()) for grad in grads.values() if grad is not None)

@@ -6,8 +6,11 @@ import gc
 import io
 import pickle
 import random
+import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,9 +21,13 @@ from tests.parallel.launcher import run_ranks
 from tests.vllm.test_parity import as_inputs, make_prompts
 from tests.vllm.text_model import VOCAB_SIZE, write_text_checkpoint
 from tests.vllm.tiny import TINY, random_weights, write_checkpoint
+from verl.workers.config import RolloutConfig
+from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
 from vllm import LLM, RequestOutput, SamplingParams
+from vllm.outputs import Logprob
 from vllm.sampling_params import RequestOutputKind
 from vllm.utils import frozen_gc_heap
+from vllm.v1.engine.output_processor import PromptGroup
 from vllm.v1.engine.request_codec import decode, encode
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.sample.extras import SamplingExtras
@@ -364,3 +371,28 @@ def test_requests_that_another_python_saved_are_read(protocol: int) -> None:
         [found] = decode(np.frombuffer(content.getvalue(), dtype=np.uint8))
         assert found.status is RequestStatus.PREEMPTED
         assert (found.token_ids, found.stop_ids, found.extras) == ([1, 2], {7}, request.extras)
+
+
+def test_each_output_is_built_once_and_log_probs_as_objects_only_where_asked_for(llm: LLM) -> None:
+    """The values are the same in either case: training reads `sampled_logprobs`."""
+    built: Counter[str] = Counter()
+
+    def count(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code in (PromptGroup.output.__code__, Logprob.__init__.__code__):
+            built[frame.f_code.co_name] += 1
+
+    def generated(**given: Any) -> list[list[float]]:
+        built.clear()
+        sys.setprofile(count)
+        try:
+            outputs = llm.generate(PROMPTS[:2], SamplingParams(n=2, max_tokens=3, seed=1, **given), use_tqdm=False)
+        finally:
+            sys.setprofile(None)
+        return [sample.sampled_logprobs for output in outputs for sample in output.outputs]
+
+    plain = generated()
+    assert built == {"output": 2}
+    assert generated(logprobs=0) == plain
+    assert built["output"] == 2 and built["__init__"] == sum(map(len, plain))
+    rollout = SimpleNamespace(config=RolloutConfig(prompt_length=4, response_length=24))
+    assert vLLMRollout.sampling_params(rollout, {"eos_token_id": 0}, seed=1).logprobs is None  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -12,7 +13,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 
 def make_scheduler(
@@ -133,6 +134,62 @@ def test_who_was_preempted_waits_for_room_for_all_its_tokens() -> None:
         num_computed += run_step(scheduler, random.Random(0))[0].total_num_tokens
     assert scheduler.num_preemptions <= 6
     assert num_computed < 2 * sum(len(row.token_ids) for row in rows)
+
+
+def with_cache(scheduler: Scheduler, name: str, num_tokens: int) -> Request:
+    """A waiting request that has run elsewhere and came with the cache of all its tokens but the last."""
+    request = Request(name, list(range(num_tokens)), max_tokens=20)
+    request.status = RequestStatus.PREEMPTED
+    scheduler.add_request(request)
+    assert scheduler.kv.allocate_slots(request, num_tokens - 1) is not None
+    request.num_computed_tokens = num_tokens - 1
+    return request
+
+
+def test_a_request_beyond_the_token_budget_takes_no_blocks_of_others() -> None:
+    scheduler = make_scheduler(num_blocks=8, budget=8, chunked=False)
+    running = Request("running", [1, 2], max_tokens=9)
+    scheduler.add_request(running)
+    run_step(scheduler, random.Random(0))
+    moved = with_cache(scheduler, "moved", 9)
+    urgent = Request("urgent", list(range(8)), max_tokens=2, priority=-1)  # one token more than is left
+    scheduler.add_request(urgent)
+    step = scheduler.schedule()
+    assert step.requests == [running] and scheduler.waiting == [urgent, moved]
+    assert (len(moved.block_ids), moved.num_computed_tokens, urgent.block_ids) == (2, 8, [])
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "is_admitted", "kept"),
+    [(32, False, [3, 2]), (16, True, [3, 0]), (24, True, [0, 0]), (8, True, [3, 2])],
+    ids=["too little in all", "of the least urgent", "of all", "of none"],
+)
+def test_waiting_requests_give_blocks_where_that_is_enough(num_tokens: int, is_admitted: bool, kept: list[int]) -> None:
+    """8 blocks of 4 tokens: one of a running request, 3 and 2 of two waiting ones, so that 2 are free."""
+    scheduler = make_scheduler(num_blocks=8, budget=64)
+    running = Request("running", [1, 2], max_tokens=2)
+    scheduler.add_request(running)
+    run_step(scheduler, random.Random(0))
+    held = [with_cache(scheduler, "first", 13), with_cache(scheduler, "second", 9)]
+    urgent = Request("urgent", list(range(num_tokens)), max_tokens=2, priority=-1)
+    scheduler.add_request(urgent)
+    scheduler.config = replace(scheduler.config, max_num_seqs=2)  # one more is admitted
+    step = scheduler.schedule()
+    assert (urgent in step.requests) == is_admitted
+    assert [len(request.block_ids) for request in held] == kept
+
+
+def test_who_came_with_its_cache_keeps_it_while_there_is_no_room() -> None:
+    scheduler = make_scheduler(num_blocks=4, budget=64)
+    running = Request("running", list(range(10)), max_tokens=2)
+    scheduler.add_request(running)
+    run_step(scheduler, random.Random(0))
+    moved = with_cache(scheduler, "moved", 5)
+    assert scheduler.kv.pool.num_free_blocks == 0
+    step, finished = run_step(scheduler, random.Random(0))
+    assert step.requests == finished == [running] and len(moved.block_ids) == 1
+    step, _ = run_step(scheduler, random.Random(0))
+    assert step.requests == [moved] and step.num_tokens == [1]  # and not its 5 tokens
 
 
 def test_shared_prefix_blocks_are_counted_and_survive_their_first_owner() -> None:

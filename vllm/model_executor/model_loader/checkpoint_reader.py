@@ -14,6 +14,7 @@ from hf_formats.finite import require_finite
 from hf_formats.fp8 import FP8_DTYPE, SCALE_SUFFIX, Fp8Weight
 from hf_formats.problems import raise_problems
 from hf_formats.safetensors import read_directory
+from hf_formats.stored_extras import unread_extras
 from vllm.model_executor.model_loader.weight_view import Weight, WeightView
 
 
@@ -39,12 +40,15 @@ class CheckpointReader:
     """A Hugging Face directory whose weights are read by the slice; `close` it.
 
     The constructor reads the headers. ValueError names every file that is missing, cut short or without a tensor that
-    the index places in it, with its tensors, and every FP8 weight without scales.
+    the index places in it, with its tensors, every FP8 weight without scales, and a head that is no copy of the
+    embedding to which config.json ties it. What neither engine reads (`unread_extras`) is left out.
     """
 
-    def __init__(self, model_dir: str) -> None:
+    def __init__(self, model_dir: str, tie_word_embeddings: bool = False) -> None:
         self._slices = FileReader()
-        self._regions = read_directory(Path(model_dir))
+        regions = read_directory(Path(model_dir))
+        unread = unread_extras(Path(model_dir), regions, tie_word_embeddings)
+        self._regions = {name: region for name, region in regions.items() if name not in unread}
         raise_problems(f"checkpoint {model_dir}", _unpaired(self._regions), "Fetch it again, index included.")
 
     @property

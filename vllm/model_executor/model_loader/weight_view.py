@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hf_formats.fp8 import Fp8Weight, Sliceable, check_scale_shape, dequantize
 from hf_formats.ranges import Ranges, shape_of
+from hf_formats.stored_extras import is_derived_buffer
 from vllm.model_executor.model_loader.digest import slice_digest
 from vllm.ops.weights import PackedMatrix, PackedWeight
 from vllm.ops.weights import Weight as HeldWeight
@@ -45,7 +46,6 @@ class Shard:
         return slice_digest(hf_name, values, self.starts)
 
 
-_DERIVED_NAME = re.compile(r".*\.rotary_emb\.inv_freq$")
 _LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.")
 
 Weight: TypeAlias = Sliceable | Fp8Weight
@@ -115,9 +115,9 @@ def empty_shard(hf_shape: tuple[int, ...], dtype: torch.dtype) -> Shard:
 
 
 def is_skipped(name: str, num_layers: int) -> bool:
-    """Whether the model does not use this tensor of a checkpoint: multi-token-prediction layers, rotary tables."""
+    """Whether the model does not use this tensor: one of a multi-token-prediction layer, or what the config implies."""
     layer = _LAYER_NAME.match(name)
-    return (layer is not None and int(layer.group(1)) >= num_layers) or _DERIVED_NAME.match(name) is not None
+    return (layer is not None and int(layer.group(1)) >= num_layers) or is_derived_buffer(name)
 
 
 def load_weights(views: dict[str, WeightView], num_layers: int, weights: Iterable[tuple[str, Weight]]) -> set[str]:

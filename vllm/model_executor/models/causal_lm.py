@@ -5,12 +5,15 @@ Numerics as transformers' classes of the same names.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Iterator
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from hf_formats.fp8 import Fp8Weight
+from hf_formats.stored_extras import EMBEDDING, HEAD
 from vllm.distributed.parallel_state import ParallelState
 from vllm.forward_context import ForwardContext
 from vllm.model_executor.layers.attention import GroupedQueryAttention
@@ -21,10 +24,10 @@ from vllm.model_executor.layers.rotary_embedding import RotaryTable
 from vllm.model_executor.model_loader.fused_experts import split_experts
 from vllm.model_executor.model_loader.weight_view import Weight, WeightView, load_weights
 from vllm.ops.contract import KVCache, RolloutOps
-from vllm.ops.weights import WeightCopies
+from vllm.ops.weights import PackedMatrix, WeightCopies
 from vllm.transformers_utils.config import HFConfig
 
-HEAD = "lm_head.weight"
+logger = logging.getLogger(__name__)
 
 
 class DecoderLayer(nn.Module):
@@ -86,7 +89,7 @@ def _make_layer(hf: HFConfig, layer: int, parallel: ParallelState, ops: RolloutO
 class CausalLM(nn.Module):
     """This rank's part of a model. Parameters are empty until `load_weights`.
 
-    A tied head is the embedding's weight; a checkpoint's copy of it is passed over.
+    A tied head is the embedding's weight; a checkpoint's or an update's copy of it is passed over.
     """
 
     def __init__(
@@ -145,14 +148,44 @@ class CausalLM(nn.Module):
     def load_weights(self, weights: Iterable[tuple[str, Weight]]) -> set[str]:
         """Take (hf_name, full tensor) pairs, any part of the model in any order; returns the names taken.
 
-        The experts of a layer may come in one tensor, see `split_experts`.
+        The experts of a layer may come in one tensor, see `split_experts`. A tied head that comes too is refused where
+        it is no copy of the embedding.
         """
-        weights = split_experts(weights)
-        if self.hf.tie_word_embeddings:
-            weights = ((name, tensor) for name, tensor in weights if name != HEAD)
-        loaded = load_weights(self.weight_views, self.hf.num_hidden_layers, weights)
+        heads: list[Tensor] = []
+
+        def without_tied_head() -> Iterator[tuple[str, Weight]]:
+            for name, weight in split_experts(weights):
+                if name == HEAD and self.hf.tie_word_embeddings:
+                    heads.append(self._embedding_part(weight))
+                else:
+                    yield name, weight
+
+        loaded = load_weights(self.weight_views, self.hf.num_hidden_layers, without_tied_head())
         self.renew_weight_copies(loaded)
+        for head in heads:
+            self._check_tied_head(head)
         return loaded
+
+    def _embedding_part(self, head: Weight) -> Tensor:
+        """A copy of what this rank holds of a tied head; its embedding may come later, and streams reuse memory."""
+        view = self.weight_views[EMBEDDING]
+        shape = None if isinstance(head, Fp8Weight) else tuple(head.shape)
+        if isinstance(head, Fp8Weight) or shape != view.hf_shape:
+            raise ValueError(
+                f"weight {HEAD} has shape {shape}, {EMBEDDING}, to which config.json ties it, {view.hf_shape}"
+            )
+        return head[view.source].clone()
+
+    def _check_tied_head(self, head: Tensor) -> None:
+        ((_, shard),) = self.weight_views[EMBEDDING].shards(EMBEDDING)
+        held = shard.values.read() if isinstance(shard.values, PackedMatrix) else shard.values
+        assert held is not None, EMBEDDING
+        if not torch.equal(head.to(held.device, held.dtype), held):
+            raise ValueError(
+                f"weight {HEAD} differs from {EMBEDDING}, to which config.json ties it: leave it out of the update, or "
+                "set tie_word_embeddings to false where the engine is built"
+            )
+        logger.info("weight %s is ignored: it is a copy of %s, to which it is tied", HEAD, EMBEDDING)
 
     def renew_weight_copies(self, names: Iterable[str]) -> None:
         """Let the copies of weights follow those of `names`, whose values are new."""
@@ -162,7 +195,7 @@ class CausalLM(nn.Module):
                 module.renew()
 
     def _all_weight_views(self) -> dict[str, WeightView]:
-        views = self.embed_tokens.weight_views("model.embed_tokens.weight")
+        views = self.embed_tokens.weight_views(EMBEDDING)
         for index, layer in enumerate(self.layers):
             views |= cast(DecoderLayer, layer).weight_views(f"model.layers.{index}")
         views |= self.norm.weight_views("model.norm.weight")

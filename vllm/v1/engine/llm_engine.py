@@ -159,20 +159,21 @@ class LLMEngine:
         if self._streams:
             raise RuntimeError(f"generate while {len(self._streams)} requests of add_request run: step until they end")
         self._add(groups, priorities, RequestOutputKind.FINAL_ONLY)
-        report = on_output or (lambda output: None)
         try:
-            self._run(max_steps, max_seconds, report)
+            self._run(max_steps, max_seconds, on_output)
             self.core.scheduler.withdraw_all()
             self.rebalancer.bring_home()
         except BaseException:
             self._drop_all()
             raise
         for stream in self._streams.values():
-            if stream.group.is_finished:
-                report(stream.group.output(stream.decode))
+            if on_output is not None and stream.group.is_finished:
+                on_output(stream.group.output(stream.decode))
         self._forget_streams()
 
-    def _run(self, max_steps: int | None, max_seconds: float | None, report: Callable[[RequestOutput], None]) -> None:
+    def _run(
+        self, max_steps: int | None, max_seconds: float | None, on_output: Callable[[RequestOutput], None] | None
+    ) -> None:
         """Step until no request is left, here and in all replicas that step or rebalance with this one, or to the
         limits.
 
@@ -192,8 +193,9 @@ class LLMEngine:
             else:
                 finished, is_anyone_busy = [], False
             core.require_finite()
-            for output in self._outputs_of(finished):
-                report(output)
+            for stream in self._ended_streams(finished):
+                if on_output is not None:  # else the caller builds every output at its end
+                    on_output(stream.group.output(stream.decode))
             num_steps, total_steps, is_round = num_steps + 1, total_steps + 1, not interval
             # A step takes as long as the fullest replica's, to whose batch size the graphs and the expert exchange are
             # padded.
@@ -229,19 +231,24 @@ class LLMEngine:
 
     def _outputs_of(self, finished: Iterable[Request]) -> list[RequestOutput]:
         """Return the outputs of the last step, in which these requests finished, for the streams that want them."""
-        outputs = []
+        outputs = [stream.next() for stream in self._ended_streams(finished)]
+        outputs += [
+            stream.next() for stream in self._streams.values() if stream.kind is not RequestOutputKind.FINAL_ONLY
+        ]
+        return [output for output in outputs if output is not None]
+
+    def _ended_streams(self, finished: Iterable[Request]) -> list[OutputStream]:
+        """Take out and return the streams whose last samples are among these requests."""
+        ended = []
         for request in finished:
             stream = self._stream_of.pop(request.request_id, None)
             if stream is None:
                 continue  # a request of another replica
             stream.num_unfinished -= 1
             if stream.num_unfinished == 0:
-                outputs.append(stream.next())
+                ended.append(stream)
                 del self._streams[stream.group.request_id]
-        outputs += [
-            stream.next() for stream in self._streams.values() if stream.kind is not RequestOutputKind.FINAL_ONLY
-        ]
-        return [output for output in outputs if output is not None]
+        return ended
 
     def _drop_all(self) -> None:
         self.core.drop_requests()

@@ -290,7 +290,7 @@ class Worker:
         def is_wanted(name: str) -> bool:
             return name not in views or views[name].parameter is not None
 
-        reader = CheckpointReader(self.config.model.model)
+        reader = CheckpointReader(self.config.model.model, self.config.model.hf.tie_word_embeddings)
         try:
             self.names_to_load -= self.model.load_weights(reader.weights(is_wanted))
         finally:

@@ -136,8 +136,8 @@ class GPTModel(nn.Module):
             return self._token_losses(hidden_TH, labels_T)
         if scored_S is None:
             return self._logits(hidden_TH)
-        if not len(scored_S):  # a matmul of no rows is left to no device
-            return self._logits(hidden_TH).index_select(0, scored_S)
+        if not len(scored_S):  # not every device has a product of no rows, so it is one row, which is cut off
+            return self._logits(hidden_TH, scored_S.new_zeros(1))[:0]
         return self._logits(hidden_TH, scored_S)
 
     def _logits(self, hidden_TH: Tensor, rows_S: Tensor | None = None) -> Tensor:

@@ -103,7 +103,6 @@ class vLLMRollout(BaseRollout):
             stop_token_ids=[] if config.ignore_eos else [int(meta_info["eos_token_id"])],
             ignore_eos=config.ignore_eos,
             seed=seed,
-            logprobs=0,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Mapping
 
 from vllm.config import SchedulerConfig
@@ -123,16 +124,16 @@ class Scheduler:
         admitted: list[Request] = []
         while index < len(self.waiting) and budget > 0 and len(self.running) + len(admitted) < self.config.max_num_seqs:
             request = self.waiting[index]
-            if not request.block_ids and not self.kv.take_cached_prefix(request):
+            has_cache = bool(request.block_ids)
+            if not has_cache and not self.kv.take_cached_prefix(request):
                 index += 1
                 continue
             num_new = len(request.token_ids) - request.num_computed_tokens
             fits = num_new <= budget or self.config.enable_chunked_prefill
             num_new = min(num_new, budget)
-            if not fits or not self._has_room(request, num_new, len(step.requests)):
-                self.kv.free(request)
-                if self._free_waiting():
-                    continue
+            if not fits or not self._make_room(request, num_new, len(step.requests)):
+                if not has_cache:  # else it keeps what it has computed, until a running request needs the blocks
+                    self.kv.free(request)
                 break
             self.kv.allocate_slots(request, num_new)
             del self.waiting[index]
@@ -148,16 +149,26 @@ class Scheduler:
         for request in admitted:
             insort(self.running, request, key=_urgency)
 
-    def _has_room(self, request: Request, num_new: int, num_running: int) -> bool:
-        """Whether there are blocks for the request; if it was preempted for all its tokens, in however many steps they
-        are computed, and one more for each that runs: else it would soon be preempted again, and what it has computed
-        by then lost.
+    def _make_room(self, request: Request, num_new: int, num_running: int) -> bool:
+        """Whether there are blocks for the request, if need be those of waiting ones, which lose them only where that
+        is enough.
+
+        A preempted request needs blocks for all its tokens, in however many steps they are computed, and one more for
+        each that runs. It would soon be preempted again without them, and what it has computed by then would be lost.
         """
         reserve = 0
         if request.status is RequestStatus.PREEMPTED:
             reserve = 0 if request.block_ids else num_running
             num_new = len(request.token_ids) - request.num_computed_tokens
-        return self.kv.blocks_missing(request, num_new) + reserve <= self.kv.pool.num_free_blocks
+        needed, pool = self.kv.blocks_missing(request, num_new) + reserve, self.kv.pool
+        if needed > pool.num_free_blocks:
+            holds = Counter(block for other in self.waiting if other is not request for block in other.block_ids)
+            num_takable = sum(pool.ref_count(block) == count for block, count in holds.items())
+            if needed > pool.num_free_blocks + num_takable:
+                return False
+        while needed > pool.num_free_blocks and self._free_waiting(request):
+            continue
+        return needed <= pool.num_free_blocks
 
     def _preempt(self, request: Request) -> None:
         self.kv.free(request)
@@ -167,15 +178,16 @@ class Scheduler:
         insort(self.waiting, request, key=_urgency)
         self._removed.append(request)
 
-    def _free_waiting(self) -> bool:
-        """Take the blocks of waiting requests, which came from another replica with their cache; whether any had some.
+    def _free_waiting(self, kept: Request | None = None) -> bool:
+        """Take the blocks of the least urgent waiting request that has some, but of `kept`; whether there was one.
 
-        They are the first to give, or they could keep the blocks that every running request waits for.
+        It came from another replica with its cache, or kept that over an update of the weights. Such requests are the
+        first to give, or they could keep the blocks that every running request waits for.
         """
-        holders = [request for request in self.waiting if request.block_ids]
-        for request in holders:
-            self.kv.free(request)
-        return bool(holders)
+        holder = next((one for one in reversed(self.waiting) if one.block_ids and one is not kept), None)
+        if holder is not None:
+            self.kv.free(holder)
+        return holder is not None
 
     def update_from_output(
         self,
