@@ -36,7 +36,7 @@ from vllm.entrypoints.openai.protocol import (
     TokenizeRequest,
     TokenizeResponse,
 )
-from vllm.entrypoints.openai.request_log import RequestLog
+from vllm.entrypoints.openai.request_log import FieldLog, RequestLog
 from vllm.entrypoints.openai.serving_chat import OpenAIServingChat
 from vllm.entrypoints.openai.serving_completion import OpenAIServingCompletion
 from vllm.entrypoints.openai.serving_tokenization import OpenAIServingTokenization
@@ -56,7 +56,7 @@ def build_app(engine: AsyncLLM, args: ServerArgs) -> FastAPI:
         logger.info("sampling of requests that do not say: %s (--generation-config vllm leaves it out)", defaults)
     completion = OpenAIServingCompletion(engine, args, metrics, defaults)
     chat = OpenAIServingChat(engine, args, metrics, defaults)
-    tokenization = OpenAIServingTokenization(chat)
+    tokenization, fields = OpenAIServingTokenization(chat), FieldLog()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -84,10 +84,12 @@ def build_app(engine: AsyncLLM, args: ServerArgs) -> FastAPI:
 
     @app.post("/v1/completions")
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
+        fields.add(body, request.scope)
         return await completion.create_completion(body, request)
 
     @app.post("/v1/chat/completions")
     async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
+        fields.add(body, request.scope)
         return await chat.create_chat_completion(body, request)
 
     @app.get("/v1/models")
@@ -100,11 +102,13 @@ def build_app(engine: AsyncLLM, args: ServerArgs) -> FastAPI:
         return cards[model]
 
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> TokenizeResponse:
+    async def tokenize(body: TokenizeRequest, request: Request) -> TokenizeResponse:
+        fields.add(body, request.scope)
         return await tokenization.create_tokenize(body)
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:
+    async def detokenize(body: DetokenizeRequest, request: Request) -> DetokenizeResponse:
+        fields.add(body, request.scope)
         return await tokenization.create_detokenize(body)
 
     @app.get("/version")
