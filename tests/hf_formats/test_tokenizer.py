@@ -17,6 +17,8 @@ from tests.hf_formats.own_code import SPECIAL, TOKENS, write_own_code_tokenizer
 from tests.mindspeed_llm.tiny import tiny_hf_config
 from tests.vllm.serving import write_served_checkpoint
 from tools.doctor import model
+from tools.doctor.__main__ import examine
+from tools.doctor.finding import Options
 from verl.utils.tokenizer import hf_tokenizer
 from vllm import LLM
 from vllm.entrypoints.openai.api_server import main as serve
@@ -47,12 +49,14 @@ def test_code_of_its_own_is_refused_everywhere_and_never_executed(
     assert serve([str(tmp_path), "--port", "0"]) == 2
     assert ADVICE in capsys.readouterr().err
     [of_launcher] = model_problems(tmp_path)
-    [of_doctor] = model.tokenizer(str(tmp_path))
+    options = Options(tmp_path, (), None, None, model_path=str(tmp_path))
+    [of_doctor] = [finding for finding in examine(options) if finding.name == "tokenizer"]
     assert ADVICE in of_launcher and of_launcher.startswith("MODEL_PATH: ")
     assert ADVICE in of_doctor.remedy and of_doctor.is_fatal
     assert not code.was_executed()
 
 
+@pytest.mark.filterwarnings("ignore:the tokenizer has no pad token")
 def test_a_fast_file_beside_the_code_is_what_counts(tmp_path: Path) -> None:
     write_served_checkpoint(tmp_path)
     fast, plain = (tmp_path / "tokenizer.json").read_bytes(), load_tokenizer(str(tmp_path))
