@@ -76,6 +76,7 @@ HELD = {
     r"python3\.11 -m venv \.venv|\.venv/bin/.*": f"{NETWORK}the same pins: tests/tools/test_requirements.py",
     r"python3\.11 -m venv ENVS.*|ENVS/.*": f"{NETWORK}these are other engines' packages",
     r"python -m tools\.doctor --die": "tests/tools/test_doctor_die.py",
+    r"python -m tools\.doctor --model-path DIR": "tests/hf_formats/test_tokenizer.py",
     r"python -m tools\.doctor --config deepseek_.*": "tests/tools/test_doctor_nvidia.py",
     r"python -m tools\.download .*": f"{NETWORK}on a hub of its own: tests/tools/test_download.py",
     r"python -m tools\.regrade LEDGER .*": "tests/system/test_page_runs.py",

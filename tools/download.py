@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hf_formats.tokenizer import tokenizer_problem
 from tools.download_sources import SOURCES, Source
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
@@ -60,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("what has arrived is kept: the same command goes on from there", file=sys.stderr)
         return EXIT_FAILED
     print(f"{request.repo_id} is in {request.directory}\nuse it: {request.source.use.format(dir=request.directory)}")
+    if not request.source.is_dataset and (problem := tokenizer_problem(request.directory)):
+        print(f"before that: {problem}")
     return 0
 
 

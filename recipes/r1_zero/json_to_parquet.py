@@ -14,6 +14,7 @@ from typing import Any
 if not __package__:  # run by its path: the repository's packages must be found
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from hf_formats.tokenizer import load_tokenizer
 from recipes.common.atomic_files import write_text_atomically
 from recipes.common.data_scripts import (
     add_option,
@@ -159,9 +160,7 @@ def _write_side(items: list[Problem], side: str, path: Path) -> None:
 
 def prompt_lengths(problems: list[Problem], tokenizer_path: str) -> dict[int, int]:
     """Index of a problem -> number of tokens of its whole prompt under that tokenizer's chat template."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
+    tokenizer = load_tokenizer(tokenizer_path)
     lengths = {}
     for item in problems:
         text = tokenizer.apply_chat_template(messages(item.problem), tokenize=False, add_generation_prompt=True)

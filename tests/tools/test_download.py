@@ -96,15 +96,16 @@ def test_a_data_set_arrives_with_the_line_that_uses_it(tmp_path: Path) -> None:
 
 
 def test_a_model_without_weights_and_a_disk_without_room(tmp_path: Path) -> None:
-    repo = f"models/{SOURCES['deepseek-v3-base'].huggingface}"
-    content = {"config.json": b"{}", "tokenizer.json": b"{}", "model-00001.safetensors": b"weights"}
+    repo = f"models/{SOURCES['moonlight'].huggingface}"
+    content = {"config.json": b"{}", "tiktoken.model": b"AA== 0\n", "model-00001.safetensors": b"weights"}
     files = {repo: content, repo.removeprefix("models/"): content}  # models' files have no prefix
     with hub(files, claimed={"model-00001.safetensors": 10**18}) as endpoint:
         target = tmp_path / "model"
-        done = fetch(endpoint, tmp_path, "deepseek-v3-base", "--to", str(target), "--no-weights")
+        done = fetch(endpoint, tmp_path, "moonlight", "--to", str(target), "--no-weights")
         assert done.returncode == 0, done.stderr
-        assert {path.name for path in target.iterdir() if path.is_file()} == {"config.json", "tokenizer.json"}
-        done = fetch(endpoint, tmp_path, "deepseek-v3-base", "--to", str(target))
+        assert {path.name for path in target.iterdir() if path.is_file()} == {"config.json", "tiktoken.model"}
+        assert f"before that: {target} has no tokenizer.json, and its tokenizer (tiktoken.model) needs" in done.stdout
+        done = fetch(endpoint, tmp_path, "moonlight", "--to", str(target))
     assert done.returncode == download.EXIT_FAILED
     assert "1000000000.0 GB are to come and" in done.stderr and "Traceback" not in done.stderr
 

@@ -13,6 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from recipes.common.tokenizer import write_tokenizer
+from tests.hf_formats.own_code import write_own_code_tokenizer
 from tests.mindspeed_llm.tiny import tiny_hf_config, tiny_qwen3_config, write_tiny_checkpoint
 from verl.trainer.config import PPOTrainerConfig, load_config, validate_config
 from verl.trainer.main_ppo import EXIT_BAD_INPUT, main
@@ -26,7 +28,7 @@ def keys(tmp_path: Path) -> dict[str, Any]:
     """Overrides of a run that lacks nothing: a model directory, a parquet file, a reward function, a place to write."""
     model = tmp_path / "model"
     write_tiny_checkpoint(model, tiny_hf_config(num_hidden_layers=2))
-    (model / "tokenizer_config.json").write_text("{}")
+    write_tokenizer(["a tiny tokenizer"], model, 300, 512)
     row = {"data_source": "s", "prompt": [{"role": "user", "content": "q"}], "reward_model": {"ground_truth": "1"}}
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "data.parquet")
     return {
@@ -64,6 +66,26 @@ def test_a_dense_model_that_both_engines_know_has_no_problems(keys: dict[str, An
         file.unlink()
     write_tiny_checkpoint(model, tiny_qwen3_config())
     assert preflight_problems(_config(keys)) == []
+
+
+def test_a_tokenizer_that_cannot_be_loaded_is_named(keys: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    model = Path(keys["actor_rollout_ref.model.path"])
+    (model / "tokenizer.json").unlink()
+    code = write_own_code_tokenizer(model)
+    [problem] = preflight_problems(_config(keys))
+    assert problem.startswith(f"actor_rollout_ref.model.path: {model} has no tokenizer.json, and its tokenizer (")
+    assert main([*(f"{key}={value}" for key, value in keys.items()), "--check", "all"]) == EXIT_BAD_INPUT
+    assert "put the same tokenizer there in the fast form" in capsys.readouterr().err
+    assert not code.was_executed()
+    write_tokenizer(["the fast form"], model, 300, 512)
+    assert preflight_problems(_config(keys)) == []
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": None}))
+    [problem] = preflight_problems(_config(keys))
+    assert "has no end-of-sequence token; set eos_token in tokenizer_config.json" in problem
+    (model / "tokenizer.json").write_text("{}")
+    [problem] = preflight_problems(_config(keys))
+    assert f"the tokenizer in {model} cannot be loaded" in problem
 
 
 def test_a_truncated_and_a_missing_shard_are_named(keys: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron.core.parallel_state import destroy_model_parallel
 from mindspeed_llm import convert_ckpt_deepseek3, convert_ckpt_torch_dist, fp8_cast_bf16
 from mindspeed_llm.fp8_quantize import quantize_checkpoint
+from recipes.common.tokenizer import write_tokenizer
 from tests.mindspeed_llm.tiny import tiny_hf_config, write_tiny_checkpoint
 from tests.parallel.launcher import run_ranks
 from tests.parallel.test_grpo_step import ENGINE, config_overrides
@@ -100,8 +101,8 @@ def test_workers_start_with_the_same_weights_from_every_form(root: Path) -> None
 
 
 def test_preflight_takes_every_form_and_names_a_cut_one(root: Path) -> None:
-    (root / "bf16" / "tokenizer_config.json").write_text("{}")
-    (root / "fp8" / "tokenizer_config.json").write_text("{}")
+    for model in ("bf16", "fp8"):
+        write_tokenizer(["a tiny tokenizer"], root / model, 300, 512)
 
     def weight_problems(model: str, *overrides: str) -> list[str]:
         config = load_config([*config_overrides(str(root / model), 1), *overrides])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import multiprocessing
+import signal
 import socket
 import sys
 import threading
@@ -12,11 +13,12 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import openai
 import psutil
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from tests.vllm.serving import server_process, wait_until, write_served_checkpoint
 from verl.utils.net_utils import accepts_connections
@@ -166,7 +168,6 @@ BAD_BODIES = {
     "no prompt": (b'{"max_tokens": 1}', 400, "prompt: Field required"),
     "empty prompt": (b'{"prompt": []}', 400, "prompt is empty"),
     "prompt of another type": (b'{"prompt": {"a": 1}}', 400, "prompt"),
-    "unknown field": (b'{"prompt": "a", "max_token": 1}', 400, "did you mean 'max_tokens'"),
     "another model": (b'{"prompt": "a", "model": "gpt-9"}', 404, "gpt-9"),
     "too many tokens": (json.dumps({"prompt": "a" * 700}).encode(), 400, "700 tokens"),
     "token outside": (b'{"prompt": [1, 99999]}', 400, "99999"),
@@ -269,7 +270,7 @@ def test_texts_and_conversations_as_tokens_and_back(server: ApiServer, client: o
     assert conversation["token_strs"][:3] == ["[", "u", "s"] and conversation["count"] == len(conversation["tokens"])
     assert client.get(f"{server.url}/version", cast_to=object) == {"version": "0.9.1"}
     for body, message in (
-        ({"promt": "x"}, "did you mean 'prompt'"),
+        ({"promt": "x"}, "prompt: Field required"),
         ({"messages": []}, "messages: List should have"),
         (
             {"messages": [{"role": "user", "content": "x"}], "chat_template": "x"},
@@ -452,6 +453,64 @@ def test_no_request_survives_a_failed_step_and_none_hangs(checkpoint: str) -> No
         with pytest.raises(openai.APIError, match="the engine failed"):
             list(stream)
         wait_until(lambda: server.uvicorn.should_exit and server.has_failed)
+
+
+def test_a_server_that_cannot_start_raises_the_cause_and_leaves_nothing(checkpoint: str) -> None:
+    llm = LLM(checkpoint, num_gpu_blocks_override=200)
+    with bind("127.0.0.1", 0) as listener:
+        server = ApiServer(llm, ARGS, listener)
+        stack_bytes = threading.stack_size(2**47 - 2**12)  # no address space has room for it
+        try:
+            with pytest.raises(RuntimeError, match="the server cannot start: can't start new thread"):
+                server.run()
+        finally:
+            threading.stack_size(stack_bytes)
+        server = ApiServer(llm, ARGS, listener)
+    with pytest.raises(OSError, match="Bad file descriptor"), server.in_background(20):  # the listener is closed
+        raise AssertionError("a dead server was handed out")
+    assert not server.engine.is_running
+    with pytest.raises(TimeoutError, match="did not start within 0 s"), serve_in_background(llm, ARGS, 0.0):
+        raise AssertionError("a dead server was handed out")
+    assert not [thread for thread in threading.enumerate() if thread.name in ("api-server", "engine")]
+    with serve_in_background(llm, ARGS) as served:
+        assert get(served.url, "/health")[0] == 200
+
+
+def test_the_command_ends_with_an_error_when_the_app_cannot_start(
+    checkpoint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: threading.stack_size(2**47 - 2**12))  # just before it serves
+    try:
+        assert main([checkpoint, "--port", "0", "--num-gpu-blocks-override", "200"]) == 2
+    finally:
+        threading.stack_size(0)
+    assert "error: the server cannot start: can't start new thread" in capsys.readouterr().err
+
+
+class _Watched(PreTrainedTokenizerFast):
+    threads: ClassVar[set[str]] = set()
+
+    def decode(self, *args: Any, **options: Any) -> Any:
+        self.threads.add(threading.current_thread().name)
+        return super().decode(*args, **options)
+
+
+def test_the_event_loop_never_decodes(checkpoint: str) -> None:
+    llm = LLM(checkpoint, num_gpu_blocks_override=200)
+    llm.get_tokenizer().__class__ = _Watched  # the server's copies are of this class too
+    with serve_in_background(llm, ARGS) as server, client_of(server.url) as client:
+        ask = {"model": MODEL, "max_tokens": 3, "temperature": 0}
+        for is_stream in (False, True):
+            for more in ({"logprobs": 2}, {"logprobs": 1, "echo": not is_stream}):
+                answer = client.completions.create(prompt="ab", stream=is_stream, **ask, **more)
+                parts = answer if is_stream else [answer]
+                assert sum(len(part.choices[0].logprobs.tokens) for part in parts) in (3, 5)
+            chat: Any = client.chat.completions.create(
+                messages=[{"role": "user", "content": "x"}], stream=is_stream, logprobs=True, top_logprobs=3, **ask
+            )
+            positions = [one for part in (chat if is_stream else [chat]) for one in part.choices[0].logprobs.content]
+            assert len(positions) == 3 and all(len(one.top_logprobs) == 3 for one in positions)
+    assert _Watched.threads == {"engine", "tokenizer_0"}
 
 
 def test_without_a_chat_template_chats_are_refused_and_a_key_is_asked_for(tmp_path: Path) -> None:

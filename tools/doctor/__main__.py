@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 import tools.doctor
-from tools.doctor import ascend, host, links, nvidia, nvidia_smi
+from tools.doctor import ascend, host, links, model, nvidia, nvidia_smi
 from tools.doctor.devices import devices
 from tools.doctor.finding import ROOT, Finding, Options, load_table, needs_of_config
 
@@ -27,6 +27,7 @@ def main() -> None:
     add("--master-addr", default=os.environ.get("MASTER_ADDR"), help="the head node (default: MASTER_ADDR)")
     interface = os.environ.get("SOCKET_IFNAME")
     add("--socket-ifname", default=interface, help="interface to use (default: SOCKET_IFNAME)")
+    add("--model-path", default=os.environ.get("MODEL_PATH"), help="the run's model (default: MODEL_PATH)")
     add("--die", action="store_true", help="check the dies themselves instead: ops, a captured layer, exchanges")
     args = parser.parse_args()
     if wrong := [port for port in args.ports if not 1024 <= port <= 65535]:
@@ -42,7 +43,9 @@ def main() -> None:
         has_problem = print_table(findings)
         print(die.verdict(has_problem))
     else:
-        options = Options(args.output_dir, tuple(args.ports), args.master_addr, args.socket_ifname, args.config)
+        options = Options(
+            args.output_dir, tuple(args.ports), args.master_addr, args.socket_ifname, args.config, args.model_path
+        )
         has_problem = print_table(examine(options))
         verdict = f"Not ready: {args.config} would not start here, see the problems above."
         print(verdict if has_problem else f"Ready for {args.config}.")
@@ -72,6 +75,7 @@ def examine(options: Options) -> list[Finding]:
         *host.disk(options.output_dir, needs),
         *host.allocator(),
         *links.interfaces(options),
+        *model.tokenizer(options.model_path),
     ]
 
 

@@ -36,6 +36,7 @@ class Options:
     master_addr: str | None
     socket_ifname: str | None
     config_name: str = "r1_zero_tiny"
+    model_path: str | None = None
 
 
 @dataclass(frozen=True)

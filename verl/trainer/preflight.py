@@ -26,6 +26,7 @@ from verl.utils.reward_score import code_answers
 from verl.utils.reward_score.default import DEFAULT_SOURCES, has_default, runs_programs
 from verl.utils.reward_score.functions import DEFAULT_FUNCTION, RewardFunctionSpec, function_of, load_reward_function
 from verl.utils.reward_score.sandbox import missing_protection
+from verl.utils.tokenizer import hf_tokenizer
 from verl.utils.trackers import missing_packages
 from verl.workers.engine_setup import engine_problems, trained_model
 from verl.workers.reward_manager import MANAGERS
@@ -66,6 +67,8 @@ def _weight_problems(config: PPOTrainerConfig, is_valid: bool) -> Iterator[str]:
         return
     if not (path / "tokenizer_config.json").is_file():
         yield f"actor_rollout_ref.model.path: {path} has no tokenizer_config.json; copy the tokenizer there"
+    else:
+        yield from _tokenizer_problems(path)
     engine = models.actor.megatron
     key = "model.path"
     try:
@@ -88,6 +91,13 @@ def _weight_problems(config: PPOTrainerConfig, is_valid: bool) -> Iterator[str]:
             open_hf(path, hf).close()
     except ValueError as error:
         yield f"actor_rollout_ref.{key}: {error}"
+
+
+def _tokenizer_problems(path: Path) -> Iterator[str]:
+    try:
+        hf_tokenizer(str(path), correct_pad_token=False)
+    except ValueError as error:
+        yield f"actor_rollout_ref.model.path: {error}"
 
 
 def _rollout_model_problems(path: Path) -> Iterator[str]:

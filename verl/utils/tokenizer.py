@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from hf_formats.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,13 +40,13 @@ def hf_tokenizer(
         kwargs: of ``AutoTokenizer.from_pretrained``.
 
     Raises:
-        ValueError: it has no end token.
+        ValueError: it cannot be read, needs code of its own, or has no end token.
     """
     if kwargs.pop("trust_remote_code", False):
         logger.info("trust_remote_code=True: the tokenizer in %s is read without executing its code", name_or_path)
     if correct_gemma2 and "gemma-2-2b-it" in str(name_or_path):
         kwargs.setdefault("eos_token", "<end_of_turn>")
-    tokenizer = _tokenizer_class(name_or_path).from_pretrained(name_or_path, trust_remote_code=False, **kwargs)
+    tokenizer = load_tokenizer(name_or_path, **kwargs)
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"the tokenizer in {name_or_path} has no end-of-sequence token; set eos_token in tokenizer_config.json"
@@ -53,25 +54,6 @@ def hf_tokenizer(
     if correct_pad_token:
         set_pad_token_id(tokenizer)
     return tokenizer
-
-
-def _tokenizer_class(name_or_path: str) -> Any:
-    """The class that a directory names if every tokenizer can be of it, else transformers' choice among all models.
-
-    That choice loads the table of every model, which takes a second.
-    """
-    try:
-        text = (Path(name_or_path) / "tokenizer_config.json").read_text(encoding="utf-8")
-        is_plain = json.loads(text).get("tokenizer_class") == "PreTrainedTokenizerFast"
-    except (OSError, ValueError, AttributeError):
-        is_plain = False
-    if is_plain:
-        from transformers import PreTrainedTokenizerFast
-
-        return PreTrainedTokenizerFast
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer
 
 
 def texts_to_grade(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[int]]) -> list[str]:

@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_formats.end_tokens import tokenizer_end_token
+from hf_formats.tokenizer import FAST_FILE, load_tokenizer, tokenizer_problem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-FILE_NAME = "tokenizer.json"
-_LARGEST_BLANK_END = 64  # bytes
 
 
 def get_tokenizer(
@@ -36,16 +34,15 @@ class LazyTokenizer:
     """The tokenizer in a directory, loaded when text is first asked for: transformers takes a second and 30 MB, and an
     engine of token ids needs none of it.
 
-    ValueError, from the constructor, for a `tokenizer.json` that is cut short; where there is none, it loads at once.
+    ValueError, from the constructor, for files that cannot be loaded; without a `tokenizer.json` it loads at once.
     """
 
     def __init__(self, path: str, **options: Any) -> None:
         self._path, self._options = path, options
-        file = Path(path) / FILE_NAME
-        if not file.is_file():
+        if problem := tokenizer_problem(Path(path)):
+            raise self._error(problem)
+        if not (Path(path) / FAST_FILE).is_file():
             self.load()
-        elif not _is_whole(file):
-            raise ValueError(f"tokenizer={path} cannot be loaded: {file} does not end as JSON does; is it truncated?")
 
     def load(self) -> PreTrainedTokenizerBase:
         """The same one every time; ValueError when it cannot be read."""
@@ -59,18 +56,13 @@ class LazyTokenizer:
 
     @cached_property
     def _loaded(self) -> PreTrainedTokenizerBase:
-        from transformers import AutoTokenizer  # see the class
-
         try:
-            return AutoTokenizer.from_pretrained(self._path, **self._options)
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"tokenizer={self._path} cannot be loaded: {error}; give its directory, or skip_tokenizer_init=True "
-                "and token ids"
-            ) from error
+            return load_tokenizer(self._path, **self._options)
+        except ValueError as error:
+            raise self._error(error) from error
 
-
-def _is_whole(file: Path) -> bool:
-    with file.open("rb") as stream:
-        stream.seek(max(0, file.stat().st_size - _LARGEST_BLANK_END))
-        return stream.read().rstrip().endswith(b"}")
+    def _error(self, problem: object) -> ValueError:
+        return ValueError(
+            f"tokenizer={self._path} cannot be loaded: {problem}; give its directory, or skip_tokenizer_init=True and "
+            "token ids"
+        )

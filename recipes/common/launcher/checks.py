@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hf_formats.config import load_hf_config
+from hf_formats.tokenizer import CONFIG_FILE, FAST_FILE, tokenizer_problem
 from recipes.common.launcher import network
 from recipes.common.launcher.job import Job, has_shards, is_fp8, model_dimensions
 from recipes.common.launcher.settings import NodeRole, Settings
@@ -197,9 +198,11 @@ def _with_model(job: Job, path: Path) -> PPOTrainerConfig:
 
 def model_problems(path: Path) -> list[str]:
     """Missing files of an HF directory, and what its config.json asks for that the engines do not have."""
-    wanted = ("config.json", "tokenizer.json", "tokenizer_config.json")
+    missing = [name for name in ("config.json", FAST_FILE, CONFIG_FILE) if not (path / name).is_file()]
     found = []
-    if missing := [name for name in wanted if not (path / name).is_file()]:
+    if missing in ([], [FAST_FILE]) and (problem := tokenizer_problem(path)):
+        found = [f"MODEL_PATH: {problem}"]
+    elif missing:
         found = [f"MODEL_PATH {path} has no {' and no '.join(missing)}; expected a Hugging Face model directory"]
     return found if "config.json" in missing else [*found, *_refusals("MODEL_PATH", lambda: load_hf_config(path))]
 

@@ -12,7 +12,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
@@ -36,7 +37,7 @@ from vllm.entrypoints.openai.protocol import (
     TokenizeRequest,
     TokenizeResponse,
 )
-from vllm.entrypoints.openai.request_log import RequestLog
+from vllm.entrypoints.openai.request_log import FieldLog, RequestLog
 from vllm.entrypoints.openai.serving_chat import OpenAIServingChat
 from vllm.entrypoints.openai.serving_completion import OpenAIServingCompletion
 from vllm.entrypoints.openai.serving_tokenization import OpenAIServingTokenization
@@ -46,6 +47,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 logger = logging.getLogger(__name__)
 
 SEND_BUFFER_BYTES = 2**17
+END_TIMEOUT_S = 120.0  # beyond the limits of the shutdown's own parts
 
 
 def build_app(engine: AsyncLLM, args: ServerArgs) -> FastAPI:
@@ -56,17 +58,24 @@ def build_app(engine: AsyncLLM, args: ServerArgs) -> FastAPI:
         logger.info("sampling of requests that do not say: %s (--generation-config vllm leaves it out)", defaults)
     completion = OpenAIServingCompletion(engine, args, metrics, defaults)
     chat = OpenAIServingChat(engine, args, metrics, defaults)
-    tokenization = OpenAIServingTokenization(chat)
+    tokenization, fields = OpenAIServingTokenization(chat), FieldLog()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        engine.start()
-        yield
-        await engine.shutdown()
-        completion.close()
-        chat.close()
+        try:
+            engine.start()
+        except Exception as error:
+            app.state.start_error = error  # uvicorn ends with a status alone
+            raise
+        try:
+            yield
+        finally:  # also when uvicorn cannot listen
+            await engine.shutdown()
+            completion.close()
+            chat.close()
 
     app = FastAPI(title="vllm", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.start_error = None
     add_error_handlers(app)
     app.add_middleware(
         RequestLimits,
@@ -84,10 +93,12 @@ def build_app(engine: AsyncLLM, args: ServerArgs) -> FastAPI:
 
     @app.post("/v1/completions")
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
+        fields.add(body, request.scope)
         return await completion.create_completion(body, request)
 
     @app.post("/v1/chat/completions")
     async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
+        fields.add(body, request.scope)
         return await chat.create_chat_completion(body, request)
 
     @app.get("/v1/models")
@@ -100,11 +111,13 @@ def build_app(engine: AsyncLLM, args: ServerArgs) -> FastAPI:
         return cards[model]
 
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> TokenizeResponse:
+    async def tokenize(body: TokenizeRequest, request: Request) -> TokenizeResponse:
+        fields.add(body, request.scope)
         return await tokenization.create_tokenize(body)
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:
+    async def detokenize(body: DetokenizeRequest, request: Request) -> DetokenizeResponse:
+        fields.add(body, request.scope)
         return await tokenization.create_detokenize(body)
 
     @app.get("/version")
@@ -147,12 +160,12 @@ class ApiServer:
 
     def __init__(self, llm: LLM, args: ServerArgs, listener: socket.socket) -> None:
         self.engine = AsyncLLM(llm, args.max_queue_size, self._end_with_engine)
-        self.listener, self.has_failed = listener, False
+        self.listener, self.has_failed, self.app = listener, False, build_app(self.engine, args)
         host, port = listener.getsockname()[:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self.uvicorn = uvicorn.Server(
             uvicorn.Config(
-                build_app(self.engine, args),
+                self.app,
                 http=http_protocol(args.request_timeout),
                 ws="none",
                 loop="asyncio",
@@ -167,8 +180,34 @@ class ApiServer:
         )
 
     def run(self) -> None:
-        """Serve until a signal, or `uvicorn.should_exit`."""
-        self.uvicorn.run(sockets=[self.listener])
+        """Serve until a signal, or `uvicorn.should_exit`; RuntimeError or OSError when it cannot start."""
+        try:
+            self.uvicorn.run(sockets=[self.listener])
+        except SystemExit as error:
+            cause = self.app.state.start_error
+            raise RuntimeError(f"the server cannot start: {cause or f'uvicorn has status {error.code}'}") from cause
+
+    @contextmanager
+    def in_background(self, start_timeout_s: float) -> Iterator[None]:
+        """Serve in a thread until the end of the block; what keeps it from starting in time is raised here."""
+        ended: Future[None] = Future()
+        thread = threading.Thread(target=lambda: _into(ended, self.run), name="api-server", daemon=True)
+        thread.start()
+        deadline = time.monotonic() + start_timeout_s
+        try:
+            while not self.uvicorn.started:
+                if ended.done():
+                    ended.result()
+                    raise RuntimeError("the server ended before it served")
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"the server did not start within {start_timeout_s:g} s")
+                time.sleep(0.01)
+            yield
+        finally:
+            self.uvicorn.should_exit = True
+            thread.join(END_TIMEOUT_S)
+            if thread.is_alive():
+                logger.error("the server's thread has not ended within %g s", END_TIMEOUT_S)
 
     def paused(self, drain_s: float = 30.0) -> AbstractContextManager[None]:
         """Return AsyncLLM.paused: exclusive use of the engine, while clients wait."""
@@ -179,23 +218,26 @@ class ApiServer:
         self.uvicorn.should_exit = True
 
 
+def _into(result: Future[None], call: Callable[[], None]) -> None:
+    try:
+        result.set_result(call())
+    except BaseException as error:  # who waits for the result gets it
+        result.set_exception(error)
+
+
 @contextmanager
-def serve_in_background(llm: LLM, args: ServerArgs) -> Iterator[ApiServer]:
-    """Serve an engine of this process until the end of the block; use the engine itself only within `paused`."""
+def serve_in_background(llm: LLM, args: ServerArgs, start_timeout_s: float = 60.0) -> Iterator[ApiServer]:
+    """Serve an engine of this process until the end of the block; use the engine itself only within `paused`.
+
+    A server that cannot start raises its cause: ValueError, OSError, RuntimeError; TimeoutError after the limit.
+    """
     problems = args.problems()
     if problems:
         raise ValueError("the server cannot start: " + "; ".join(problems))
     with bind(args.host, args.port) as listener:
         server = ApiServer(llm, args, listener)
-        thread = threading.Thread(target=server.run, name="api-server")
-        thread.start()
-        while not server.uvicorn.started and thread.is_alive():
-            time.sleep(0.01)
-        try:
+        with server.in_background(start_timeout_s):
             yield server
-        finally:
-            server.uvicorn.should_exit = True
-            thread.join()
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -248,7 +290,12 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m vllm.entrypoi
         logger.info("serving %s on %s", engine_args.model, server.url)
         for name in (signal.SIGTERM, signal.SIGINT):  # uvicorn handles them, and raises them again at its end
             signal.signal(name, lambda *_: None)
-        server.run()
+        try:
+            server.run()
+        except (OSError, RuntimeError) as error:
+            logger.debug("the server cannot start", exc_info=True)
+            print(f"{prog}: error: {error}", file=sys.stderr)
+            return 2
     if not (server.engine.is_running or server.has_failed):  # otherwise its thread ends with the process
         llm.shutdown()
     return int(server.has_failed)

@@ -1,25 +1,30 @@
 """OpenAI's request and response bodies, with vLLM's extra sampling fields.
 
-Source: OpenAI's public API reference and vLLM's documentation of its extra parameters. A field that this server does
-not know is an error: a response never silently lacks what was asked for.
+Source: OpenAI's public API reference and vLLM's documentation of its extra parameters. These are the fields that are
+read; `request_fields.py` has the others, which are noted as without effect or refused.
 """
 
 from __future__ import annotations
 
-import difflib
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
     SerializerFunctionWrapHandler,
     StrictStr,
     Tag,
     model_serializer,
     model_validator,
 )
+from pydantic_core import InitErrorDetails, PydanticCustomError, ValidationError
+
+from vllm.entrypoints.openai.request_fields import take_fields
 
 MAX_STOPS = 16
 # What the engine's arrays hold.
@@ -28,31 +33,49 @@ Float32 = Annotated[float, Field(ge=-3e38, le=3e38)]
 TokenIds = list[Annotated[int, Field(strict=True, ge=0, lt=2**31)]]
 
 
-class StreamOptions(BaseModel):
+class Fields(BaseModel):
+    """An object of a request. A null stands for the default; fields that are not read are noted, or refused."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+    prefix: ClassVar[str] = ""  # where in a request the object is
+
+    _without_effect: list[str] = PrivateAttr(default_factory=list)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _take(cls, body: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        if not isinstance(body, dict):
+            raise ValueError("it must be a JSON object")
+        kept, ignored, refused = take_fields(body, cls.model_fields, cls.prefix)
+        if refused:
+            problems = [_refusal(name, body[name], reason) for name, reason in refused.items()]
+            raise ValidationError.from_exception_data(cls.__name__, problems)
+        taken = handler(kept)
+        taken._without_effect = ignored
+        return taken
+
+    def without_effect(self) -> list[str]:
+        """The fields that were given and change nothing."""
+        return self._without_effect
+
+
+def _refusal(name: str, value: Any, reason: str) -> InitErrorDetails:
+    error = PydanticCustomError("not_supported", "this server cannot act on it: {reason}", {"reason": reason})
+    return InitErrorDetails(type=error, loc=(name,), input=value)
+
+
+class StreamOptions(Fields):
     """`include_usage`: one more chunk at the end, without choices, has the numbers of tokens."""
 
-    model_config = ConfigDict(extra="forbid")
+    prefix = "stream_options."
+
     include_usage: bool = False
 
 
-class RequestBody(BaseModel):
-    """A JSON object without unknown fields."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+class RequestBody(Fields):
+    """The JSON of a request."""
 
     model: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known_fields(cls, body: Any) -> Any:
-        if not isinstance(body, dict):
-            raise ValueError("the body must be a JSON object")
-        for name in body:
-            if name not in cls.model_fields:
-                close = difflib.get_close_matches(name[:100], cls.model_fields, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(cls.model_fields)}"
-                raise ValueError(f"this server does not know the field {name[:100]!r}; {hint}")
-        return body
 
 
 class GenerationRequest(RequestBody):
@@ -84,13 +107,6 @@ class GenerationRequest(RequestBody):
     prompt_logprobs: Int64 | None = Field(None, ge=0)
     add_special_tokens: bool | None = None
     priority: Int64 = 0
-    # OpenAI's fields that describe the caller: accepted, without effect on the response
-    metadata: dict[str, Any] | None = None
-    prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
-    service_tier: str | None = None
-    store: bool | None = None
-    user: str | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -100,29 +116,35 @@ class GenerationRequest(RequestBody):
             raise ValueError("prompt_logprobs is not for stream=true")
         return self
 
+    def without_effect(self) -> list[str]:
+        options = [] if self.stream_options is None else self.stream_options.without_effect()
+        return super().without_effect() + options
+
+
+def _none_for_false(value: Any) -> Any:
+    return None if value is False else value
+
 
 class CompletionRequest(GenerationRequest):
     """Body of /v1/completions. A prompt is text or token ids; several are answered by n choices each, in order."""
 
     prompt: StrictStr | TokenIds | list[StrictStr] | list[TokenIds]
-    logprobs: int | None = Field(None, ge=0)
+    logprobs: Annotated[int | None, Field(ge=0), BeforeValidator(_none_for_false)] = None
     echo: bool = False
     best_of: Int64 | None = None
-    suffix: str | None = None
 
     @model_validator(mode="after")
     def _supported(self) -> Self:
         if self.best_of not in (None, self.n or 1):
             raise ValueError(f"best_of={self.best_of} is not supported: ask for n and choose")
-        if self.suffix:
-            raise ValueError("suffix is not supported: the model only continues a prompt")
         return self
 
 
-class TextPart(BaseModel):
+class TextPart(Fields):
     """A piece of a message's content; only text."""
 
-    model_config = ConfigDict(extra="forbid")
+    prefix = "messages.content."
+
     type: Literal["text"]
     text: str
 
@@ -133,11 +155,6 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow")
     role: str
     content: StrictStr | list[TextPart] | None = None
-
-
-class ResponseFormat(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    type: Literal["text"]
 
 
 class Conversation(RequestBody):
@@ -160,6 +177,10 @@ class Conversation(RequestBody):
             raise ValueError("continue_final_message and add_generation_prompt exclude each other")
         return self
 
+    def without_effect(self) -> list[str]:
+        parts = [part for message in self.messages if isinstance(message.content, list) for part in message.content]
+        return super().without_effect() + list({name: None for part in parts for name in part.without_effect()})
+
 
 class ChatCompletionRequest(Conversation, GenerationRequest):
     """Body of /v1/chat/completions."""
@@ -167,11 +188,10 @@ class ChatCompletionRequest(Conversation, GenerationRequest):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0)
-    response_format: ResponseFormat | None = None
 
     @model_validator(mode="after")
     def _supported(self) -> Self:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs=true")
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise ValueError("max_tokens and max_completion_tokens differ: give one of them")

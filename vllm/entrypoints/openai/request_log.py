@@ -8,9 +8,14 @@ from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from vllm.entrypoints.openai.protocol import RequestBody
+from vllm.entrypoints.openai.request_fields import FIELDS, MAX_NAME, reason_of
+
 logger = logging.getLogger(__name__)
 
 PROBES = ("/health", "/metrics")  # asked every few seconds: their lines are for debugging
+MAX_UNKNOWN = 8  # unknown fields that a request's line has; a body may have a million
+MAX_EXPLAINED = 256  # of all requests
 _NOTES = "vllm.notes"
 
 
@@ -47,5 +52,31 @@ class RequestLog:
 
 def note(scope: Scope, text: str) -> None:
     """Add to the line of this request; of a text that a client may have written, what can be printed."""
+    scope.setdefault(_NOTES, []).append(_printable(text))
+
+
+class FieldLog:
+    """Names the fields without effect in the line of their request; says once for each of them why."""
+
+    def __init__(self) -> None:
+        self._explained: set[str] = set()
+
+    def add(self, body: RequestBody, scope: Scope) -> None:
+        given = body.without_effect()
+        if not given:
+            return
+        unknown = [name for name in given if name not in FIELDS]
+        names = [name for name in given if name in FIELDS]
+        names += [_printable(name[:MAX_NAME]) for name in unknown[:MAX_UNKNOWN]]
+        more = f" and {len(unknown) - MAX_UNKNOWN} more" if len(unknown) > MAX_UNKNOWN else ""
+        note(scope, f"without effect: {', '.join(names)}{more}")
+        for name in names:
+            if name not in self._explained and len(self._explained) < MAX_EXPLAINED:
+                self._explained.add(name)
+                reason = reason_of(name, type(body).model_fields)
+                logger.info("%s in a request is taken without effect: %s", name, reason)
+
+
+def _printable(text: str) -> str:
     shown = "".join(char if char.isprintable() else " " for char in text[:500])
-    scope.setdefault(_NOTES, []).append(" ".join(shown.split()))
+    return " ".join(shown.split())

@@ -179,7 +179,10 @@ class _ChatAnswer(AnswerBuilder[ChatCompletionRequest]):
 
 
 def _message(message: ChatMessage) -> dict[str, Any]:
+    """The message as the template gets it: a field that is null, or a list of no tool calls, is as if not there."""
     fields = message.model_dump(exclude_none=True)
+    if fields.get("tool_calls") == []:
+        del fields["tool_calls"]
     if isinstance(message.content, list):
         fields["content"] = "\n".join(part.text for part in message.content)
     return fields

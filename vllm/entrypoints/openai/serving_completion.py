@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fastapi import Request
@@ -113,6 +113,13 @@ class _CompletionAnswer(AnswerBuilder[CompletionRequest]):
             prompt_logprobs=prompt_logprobs(self.body, output),
         )
         return [choice]
+
+    def shown_tokens(self, output: RequestOutput) -> Iterator[int]:
+        yield from super().shown_tokens(output)
+        if self.body.echo and output.prompt_logprobs is not None:
+            yield from output.prompt_token_ids
+            for entry in output.prompt_logprobs:
+                yield from entry or ()
 
     def message(self, choices: Sequence[Any], usage: UsageInfo | None) -> BaseModel:
         return CompletionResponse(**self.head(), choices=list(choices), usage=usage)

@@ -8,7 +8,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -128,11 +128,15 @@ class OpenAIServing:
             raise ApiError(400, f"the prompt cannot be tokenized: {error}", "prompt") from error
 
     def token_text(self, token: int) -> str:
-        """The text of one token alone."""
-        text = self._token_texts.get(token)
-        if text is None:
-            text = self._token_texts[token] = str(self.tokenizer.decode([token]))
-        return text
+        """The text of one token alone, of those that `learn_texts` has seen."""
+        return self._token_texts[token]
+
+    async def learn_texts(self, tokens: Iterable[int]) -> None:
+        """Decode tokens for `token_text`, on the tokenizer's thread."""
+        new = set(tokens) - self._token_texts.keys()
+        if new:
+            texts = await self.off_loop(lambda: {one: str(self.tokenizer.decode([one])) for one in new})
+            self._token_texts.update(texts)
 
 
 class AnswerBuilder(ABC, Generic[Body]):
@@ -149,6 +153,14 @@ class AnswerBuilder(ABC, Generic[Body]):
     @abstractmethod
     def choices(self, prompt: int, output: RequestOutput, sample: CompletionOutput) -> list[Choice]:
         """The choice of one sample, whole or what is new of it, in a stream in one or more chunks."""
+
+    def shown_tokens(self, output: RequestOutput) -> Iterator[int]:
+        """The tokens that the choices of an output name one by one, as log-probs do."""
+        for sample in output.outputs:
+            if sample.top_logprobs is not None:
+                yield from sample.token_ids
+                for entry in sample.top_logprobs:
+                    yield from entry
 
     @abstractmethod
     def message(self, choices: Sequence[Choice], usage: UsageInfo | None) -> BaseModel:
@@ -195,6 +207,7 @@ class AnswerBuilder(ABC, Generic[Body]):
                     metrics.time_to_first_token.observe(time.monotonic() - started)
                     is_first = False
                 choices: list[Choice] = []
+                await self.serving.learn_texts(token for output in batch for token in self.shown_tokens(output))
                 for output in batch:
                     metrics.prompt_tokens += len(output.prompt_token_ids) if output.finished else 0
                     self._cached_tokens += output.num_cached_tokens if output.finished else 0
