@@ -124,7 +124,6 @@ def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
 def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
     """``values`` over their deviation where ``mask`` is not 0, less their mean with ``shift_mean``."""
     mean = masked_mean(values, mask)
-    values = torch.where(mask.bool() | values.isfinite(), values, 0.0)
     whitened = (values - mean) * torch.rsqrt(masked_var(values, mask) + 1e-8)
     return whitened if shift_mean else whitened + mean
 
@@ -328,6 +327,6 @@ def distributed_mean_max_min_std(
 
 def distributed_masked_mean(local_tensor: Tensor, local_mask: Tensor) -> Tensor:
     """The mean over all ranks' elements where the mask is not 0; 0 without any. Collective."""
-    sums = torch.stack([masked_sum(local_tensor, local_mask), local_mask.sum().to(local_tensor.dtype)])
+    sums = torch.stack([(local_tensor * local_mask).sum(), local_mask.sum().to(local_tensor.dtype)])
     dist.all_reduce(sums)
     return sums[0] / sums[1].clamp(min=1e-8)

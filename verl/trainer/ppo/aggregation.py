@@ -2,17 +2,7 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
-
-
-def selected(values: Tensor, mask: Tensor) -> Tensor:
-    """``values`` where ``mask`` is not 0, and 0 elsewhere, whatever stands there.
-
-    A product with the mask would keep NaN and infinity. To keep them out of gradients too, select what is computed with
-    and not only the result: the derivative of a masked exp(inf) is infinite, and 0 times it NaN.
-    """
-    return torch.where(mask != 0, values, torch.zeros((), dtype=values.dtype, device=values.device))
 
 
 def token_loss_weights(response_mask: Tensor, loss_agg_mode: str, *, num_tokens: float, num_sequences: float) -> Tensor:
@@ -51,4 +41,4 @@ def agg_loss(loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str) -> Tensor:
     weights = token_loss_weights(
         mask, loss_agg_mode, num_tokens=float(mask.sum()), num_sequences=float((mask.sum(-1) > 0).sum())
     )
-    return (weights * selected(loss_mat, mask)).sum()
+    return (weights * loss_mat).sum()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from verl.trainer.ppo.aggregation import agg_loss, selected, token_loss_weights
+from verl.trainer.ppo.aggregation import agg_loss, token_loss_weights
 from verl.trainer.ppo.algos import ESTIMATORS, AdvantageEstimator, get_adv_estimator_fn, register_adv_est
 from verl.trainer.ppo.algos.baselines import (
     compute_gpg_outcome_advantage,
@@ -140,7 +140,7 @@ def compute_policy_loss(
 
 def compute_entropy_loss(logits: Tensor, response_mask: Tensor, loss_agg_mode: str = "token-mean") -> Tensor:
     """The aggregated entropy of the distributions ``logits`` [B, R, V]."""
-    log_probs = selected(logits, response_mask[..., None]).log_softmax(-1)
+    log_probs = logits.log_softmax(-1)
     return agg_loss(-(log_probs.exp() * log_probs).sum(-1), response_mask, loss_agg_mode)
 
 
@@ -156,10 +156,9 @@ def compute_value_loss(
 
     v are the predictions that learn, V (``values``) those of the step's start, G the returns; all fp32 [B, R].
     """
-    mask = response_mask.to(vpreds.dtype)
-    vpreds, returns, values = (selected(rows, mask) for rows in (vpreds, returns, values))
     clipped = torch.minimum(torch.maximum(vpreds, values - cliprange_value), values + cliprange_value)
     plain_loss, clipped_loss = (vpreds - returns).square(), (clipped - returns).square()
+    mask = response_mask.to(vpreds.dtype)
     loss = 0.5 * agg_loss(torch.maximum(plain_loss, clipped_loss), mask, loss_agg_mode)
     return loss, ((clipped_loss > plain_loss) * mask).sum() / mask.sum().clamp(min=1)
 

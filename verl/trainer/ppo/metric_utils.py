@@ -12,7 +12,6 @@ from torch import Tensor
 
 from verl.protocol import DataProto
 from verl.trainer.config.config import TokenLimit
-from verl.trainer.ppo.algos.groups import row_scores
 from verl.trainer.ppo.validation_statistics import bootstrap_metric, calc_maj_val, process_validation_metrics
 from verl.utils.import_utils import deprecated
 from verl.utils.megatron.packed_batch import padded_lengths
@@ -73,9 +72,9 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
     tensors = batch.batch
     lengths = _compute_response_info(batch)
     response_lengths, prompt_lengths = lengths["response_length"], lengths["prompt_length"]
-    limit, response_mask = tensors["responses"].shape[-1], lengths["response_mask"]
+    limit = tensors["responses"].shape[-1]
     metrics = {
-        **_spread("critic/score", row_scores(tensors["token_level_scores"], response_mask)),
+        **_spread("critic/score", tensors["token_level_scores"].sum(-1)),
         **_spread("response_length", response_lengths),
         **_spread("prompt_length", prompt_lengths),
     }
@@ -91,7 +90,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
         metrics |= _spread("num_turns", torch.tensor(batch.non_tensor_batch["__num_turns__"].astype(float)))
     if "advantages" in tensors:
         mask = tensors["response_mask"].bool()
-        metrics |= _spread("critic/rewards", row_scores(tensors["token_level_rewards"], response_mask))
+        metrics |= _spread("critic/rewards", tensors["token_level_rewards"].sum(-1))
         metrics |= _spread("critic/advantages", tensors["advantages"][mask])
         metrics |= _spread("critic/returns", tensors["returns"][mask])
         if use_critic and "values" in tensors:

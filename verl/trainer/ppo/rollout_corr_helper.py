@@ -15,7 +15,7 @@ from torch import Tensor
 from verl.protocol import DataProto
 from verl.trainer.config.algorithm import RolloutCorrectionSection
 from verl.trainer.ppo import rollout_correction as arithmetic
-from verl.trainer.ppo.aggregation import agg_loss, selected
+from verl.trainer.ppo.aggregation import agg_loss
 from verl.trainer.ppo.rollout_correction import PREFIX, SAFETY_BOUND
 
 __all__ = [
@@ -222,9 +222,9 @@ def compute_policy_loss_with_rollout_correction(
             rollout_token_veto_threshold,
             rollout_is_batch_normalize,
         )
-    loss = -selected(advantages, mask) * selected(log_prob, mask)
+    loss = -advantages * log_prob
     if weights is not None:
-        loss = loss * selected(weights.batch["rollout_is_weights"], mask)
+        loss = loss * weights.batch["rollout_is_weights"]
     return agg_loss(loss, mask, loss_agg_mode) * loss_scale_factor, metrics
 
 

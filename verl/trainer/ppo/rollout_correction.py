@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from verl.trainer.config.algorithm import RolloutCorrectionSection
-from verl.trainer.ppo.aggregation import selected
 
 SAFETY_BOUND = 20.0  # of log-ratios before exp; e^20 is far beyond every threshold
 PREFIX = "rollout_corr/"
@@ -46,7 +45,7 @@ def corrections(
 ) -> tuple[Tensor | None, Tensor, dict[str, float]]:
     """(weights [B, R] or None, kept response tokens [B, R], metrics); weights are 0 outside the response."""
     mask = response_mask.to(old_log_prob.dtype)
-    log_ratio = selected(old_log_prob - rollout_log_prob, mask)
+    log_ratio = (old_log_prob - rollout_log_prob) * mask
     metrics = compute_offpolicy_metrics(old_log_prob, rollout_log_prob, response_mask, over_ranks)
     weights, kept = None, mask
     if config.rollout_is is not None:
@@ -85,7 +84,7 @@ def compute_rollout_correction_weights(
     ``rollout_is_eff_sample_size`` is (sum w)^2 / (n sum w^2) over the same.
     """
     mask = response_mask.to(log_ratio.dtype)
-    ratio = ratio_at_level(selected(log_ratio, mask), mask, rollout_is)
+    ratio = ratio_at_level(log_ratio, mask, rollout_is)
     weights = torch.clamp(ratio, max=rollout_is_threshold) * mask
     # Each sequence once where all its tokens share a weight, so that long ones do not count more.
     once = mask if rollout_is == "token" else _first_tokens(mask)
@@ -134,7 +133,7 @@ def compute_offpolicy_metrics(
     training's over the rollout's. ``chi2_token`` and ``chi2_seq`` are mean(r^2) - 1 of tokens and of sequences.
     """
     mask = response_mask.double()
-    old, rollout = selected(old_log_prob.double(), mask), selected(rollout_log_prob.double(), mask)
+    old, rollout = old_log_prob.double() * mask, rollout_log_prob.double() * mask
     log_ratio = old - rollout
     ratio, lengths = _ratio(log_ratio), mask.sum(-1)
     has_tokens = (lengths > 0).double()
@@ -170,7 +169,7 @@ def _at_level(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
     """Log-ratio of a token's token, sequence, or sequence's mean, broadcast to [B, R]."""
     if level == "token":
         return log_ratio
-    sums = selected(log_ratio, mask).sum(-1, keepdim=True)
+    sums = (log_ratio * mask).sum(-1, keepdim=True)
     if level == "sequence":
         return sums.expand_as(log_ratio)
     if level == "geometric":

@@ -10,7 +10,6 @@ from torch import Tensor
 from verl.protocol import DataProto
 from verl.trainer.config.algorithm import AlgorithmSection
 from verl.trainer.ppo import core_algos
-from verl.trainer.ppo.aggregation import selected
 from verl.trainer.ppo.algos import AdvantageEstimator, get_adv_estimator_fn
 
 
@@ -29,8 +28,7 @@ def apply_kl_penalty(
     The metrics are the KL (mean over the tokens of a response, then over responses) and the coefficient that was used.
     """
     mask = data.batch["response_mask"].float()
-    old, reference = (selected(data.batch[name], mask) for name in ("old_log_probs", "ref_log_prob"))
-    kl = core_algos.kl_penalty(old, reference, kl_penalty) * mask
+    kl = core_algos.kl_penalty(data.batch["old_log_probs"], data.batch["ref_log_prob"], kl_penalty) * mask
     coefficient = kl_ctrl.value
     data.batch["token_level_rewards"] = data.batch["token_level_scores"] - coefficient * kl
     current = float((kl.sum(-1) / mask.sum(-1).clamp(min=1)).mean())

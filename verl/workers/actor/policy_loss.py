@@ -12,7 +12,7 @@ from megatron.core.parallel_state import ProcessGroups
 from megatron.core.utils import async_h2d
 from verl.protocol import DataProto
 from verl.trainer.config import RolloutCorrectionSection
-from verl.trainer.ppo.aggregation import selected, token_loss_weights
+from verl.trainer.ppo.aggregation import token_loss_weights
 from verl.trainer.ppo.kl import kl_penalty
 from verl.trainer.ppo.policy_losses import SequenceMean, TokenForm, get_policy_loss_fn, token_form
 from verl.trainer.ppo.rollout_correction import corrections
@@ -200,10 +200,9 @@ class PolicyLoss:
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, float] | None]:
         """The part of the loss, its sums over tokens, and no metrics of its own."""
         policy = form.losses(old_S, log_probs_S, inputs["advantages"], self.config, self._sequence_mean(micro))
-        weights_S = inputs.get("policy_weights", inputs["weights"])
-        weighted_S = weights_S * selected(policy.loss, weights_S)  # a rejected token may have any loss
+        weighted_S = inputs.get("policy_weights", inputs["weights"]) * policy.loss
         if "rollout_is_weights" in inputs:
-            weighted_S = weighted_S * selected(inputs["rollout_is_weights"], weights_S)
+            weighted_S = weighted_S * inputs["rollout_is_weights"]
         sums = {
             "pg_loss": weighted_S.detach().to(_sum_dtype(weighted_S.device)).sum(),
             "clipfrac": policy.is_clipped.float().sum(),

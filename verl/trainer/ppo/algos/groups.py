@@ -8,8 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.trainer.ppo.aggregation import selected
-
 # The group of every row: keys of any kind, as prompts' uids.
 GroupIndex = Sequence[object] | np.ndarray | Tensor
 
@@ -30,19 +28,9 @@ def group_sums(values_B: Tensor, ids_B: Tensor) -> tuple[Tensor, Tensor]:
     return sums[ids_B], sizes[ids_B]
 
 
-def row_scores(token_level_rewards: Tensor, response_mask: Tensor) -> Tensor:
-    """The sum of each row's rewards [B]; NaN and infinity outside the response do not count.
-
-    A finite reward there does: an empty response has its score on the first place.
-    """
-    counts = (response_mask != 0) | token_level_rewards.isfinite()
-    return selected(token_level_rewards, counts).sum(-1)
-
-
 def whitened(values: Tensor, mask: Tensor) -> Tensor:
     """``values`` with mean 0 and variance 1 over the tokens of ``mask``, and 0 elsewhere; a single token gives 0."""
     count = mask.sum()
-    values = selected(values, mask)
     mean = (values * mask).sum() / count.clamp(min=1)
     variance = ((values - mean).square() * mask).sum() / (count - 1).clamp(min=1)
     return (values - mean) * torch.rsqrt(variance + 1e-8) * mask

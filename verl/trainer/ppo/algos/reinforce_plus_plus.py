@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.trainer.ppo.aggregation import selected
-from verl.trainer.ppo.algos.groups import GroupIndex, group_ids, group_sums, row_scores, whitened
+from verl.trainer.ppo.algos.groups import GroupIndex, group_ids, group_sums, whitened
 from verl.trainer.ppo.algos.registry import AdvantageEstimator, register_adv_est
 
 
@@ -25,7 +24,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
     returns = torch.zeros_like(token_level_rewards)
     running = token_level_rewards.new_zeros(token_level_rewards.shape[0])
     for t in reversed(range(token_level_rewards.shape[1])):
-        running = selected(token_level_rewards[:, t] + gamma * running, response_mask[:, t])
+        running = (token_level_rewards[:, t] + gamma * running) * response_mask[:, t]
         returns[:, t] = running
     return whitened(returns, response_mask), returns
 
@@ -45,7 +44,7 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
     A group of one keeps its reward, as upstream: less its own mean it would never teach anything. ``epsilon`` and
     ``config`` are not read.
     """
-    scores_B = row_scores(token_level_rewards, response_mask)
+    scores_B = token_level_rewards.sum(-1)
     sums_B, sizes_B = group_sums(scores_B, group_ids(index))
     means_B = torch.where(sizes_B == 1, torch.zeros_like(sums_B), sums_B / sizes_B)
     advantages = whitened((scores_B - means_B)[:, None] * response_mask, response_mask)

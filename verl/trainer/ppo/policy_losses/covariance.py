@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.trainer.ppo.aggregation import agg_loss, selected
+from verl.trainer.ppo.aggregation import agg_loss
 from verl.trainer.ppo.policy_losses.registry import actor_config, register_policy_loss
 
 
@@ -34,9 +34,6 @@ def compute_policy_loss_clip_cov(
     """
     actor = actor_config(config)
     policy_loss = actor.policy_loss
-    old_log_prob, log_prob, advantages, rollout_is_weights = _selected(
-        response_mask, old_log_prob, log_prob, advantages, rollout_is_weights
-    )
     ratio, approx_kl, num_tokens = _ratio_and_kl(old_log_prob, log_prob, response_mask)
     unclipped = -advantages * ratio
     clipped = -advantages * torch.clamp(ratio, 1.0 - actor.clip_low, 1.0 + actor.clip_high)
@@ -69,9 +66,6 @@ def compute_policy_loss_kl_cov(
     Those are the max(1, ``kl_cov_ratio`` * tokens) highest.
     """
     policy_loss = actor_config(config).policy_loss
-    old_log_prob, log_prob, advantages, rollout_is_weights = _selected(
-        response_mask, old_log_prob, log_prob, advantages, rollout_is_weights
-    )
     ratio, approx_kl, num_tokens = _ratio_and_kl(old_log_prob, log_prob, response_mask)
     mask = response_mask > 0
     covariance = _covariance(log_prob, advantages, mask).masked_fill(~mask, float("-inf")).flatten()
@@ -80,14 +74,6 @@ def compute_policy_loss_kl_cov(
     penalised[covariance.topk(count).indices] = policy_loss.ppo_kl_coef
     loss = -advantages * ratio + penalised.view_as(log_prob) * (log_prob - old_log_prob).abs()
     return agg_loss(_corrected(loss, rollout_is_weights), response_mask, loss_agg_mode), {"actor/ppo_kl": approx_kl}
-
-
-def _selected(
-    mask: Tensor, old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, weights: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """What a loss computes with, 0 outside ``mask``."""
-    rows = [selected(values, mask) for values in (old_log_prob, log_prob, advantages)]
-    return rows[0], rows[1], rows[2], None if weights is None else selected(weights, mask)
 
 
 def _ratio_and_kl(old_log_prob: Tensor, log_prob: Tensor, response_mask: Tensor) -> tuple[Tensor, float, float]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.trainer.ppo.aggregation import agg_loss, selected
+from verl.trainer.ppo.aggregation import agg_loss
 from verl.utils.registry import Registry
 from verl.workers.config import ActorConfig
 from verl.workers.config.actor import PolicyLossConfig
@@ -105,18 +105,17 @@ def aggregated(
     """A loss of tokens in upstream's form: ``agg_loss`` of ``losses`` and its metrics, means over response tokens."""
     mask = response_mask.to(log_prob.dtype)
     count = mask.sum(-1, keepdim=True).clamp(min=1)
-    old_log_prob, log_prob, advantages = (selected(rows, mask) for rows in (old_log_prob, log_prob, advantages))
 
     def sequence_mean(values: Tensor) -> Tensor:
-        return (selected(values.detach(), mask).sum(-1, keepdim=True) / count).expand_as(values)
+        return ((values.detach() * mask).sum(-1, keepdim=True) / count).expand_as(values)
 
     found = losses(old_log_prob, log_prob, advantages, actor_config(config), sequence_mean)
-    loss = found.loss if rollout_is_weights is None else found.loss * selected(rollout_is_weights, mask)
+    loss = found.loss if rollout_is_weights is None else found.loss * rollout_is_weights
     num_tokens = mask.sum().clamp(min=1)
     metrics = {
-        "actor/pg_clipfrac": float(selected(found.is_clipped.to(mask.dtype), mask).sum() / num_tokens),
-        "actor/ppo_kl": float(selected(found.approx_kl.to(mask.dtype), mask).sum() / num_tokens),
-        "actor/pg_clipfrac_lower": float(selected(found.is_clipped_lower.to(mask.dtype), mask).sum() / num_tokens),
+        "actor/pg_clipfrac": float((found.is_clipped * mask).sum() / num_tokens),
+        "actor/ppo_kl": float((found.approx_kl * mask).sum() / num_tokens),
+        "actor/pg_clipfrac_lower": float((found.is_clipped_lower * mask).sum() / num_tokens),
     }
     return agg_loss(loss, mask, loss_agg_mode), metrics
 
