@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.context_parallel import padded_length, zigzag_indices
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import ProcessGroups
-from megatron.core.transformer.moe.aux_loss import AuxLossScaler, collect_moe_aux_losses, set_aux_loss_scale
+from megatron.core.transformer.moe.aux_loss import AuxLossScaler, TokenRows, collect_moe_aux_losses, set_aux_loss_scale
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from tests.megatron.model_helpers import make_model, one_process_groups, one_process_world, packed_batch, tiny_config
 from tests.megatron.moe_helpers import assert_close, make_layer, reduced_grads
@@ -83,6 +83,30 @@ def test_losses_equal_their_formulas(balance: dict, scores: dict, per_token: dic
     tokens = lengths / lengths.sum()
     assert found[name][0] == pytest.approx((values * tokens).sum().item(), rel=1e-5)
     assert found["z_loss"][0] == pytest.approx((z * tokens).sum().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("scores", [{}, SOFTMAX], ids=["sigmoid", "softmax"])
+@pytest.mark.parametrize("balance", [BALANCE, BY_SEQUENCE], ids=["batch", "sequence"])
+def test_padding_is_not_read(balance: dict, scores: dict) -> None:
+    """NaN and infinities of padding change no bit of the gradient of the logits and of what is logged."""
+    generator = torch.Generator().manual_seed(3)
+    clean_TE, probs_TK = torch.randn(9, 8, generator=generator), torch.ones(9, 2)
+    indices_TK = torch.randint(8, (9, 2), generator=generator)
+    padding_T = torch.tensor([0, 0, 0, 1, 0, 0, 1, 0, 1]).bool()
+    junk_TE = clean_TE.clone()
+    junk_TE[padding_T] = torch.tensor([float("nan"), float("inf"), float("-inf")])[:, None].expand(3, 8)
+    found = []
+    with one_process_groups() as groups:
+        for logits_TE in (clean_TE, junk_TE):
+            router = make_layer(groups, **balance, **scores, **Z).router
+            params = PackedSeqParams(torch.tensor([0, 4, 7, 9]), 4, padding_T)
+            rows = TokenRows.of(logits_TE, params, groups, router.aux_losses.by_sequence)
+            leaf_TE = logits_TE.clone().requires_grad_()
+            router.aux_losses.attach(probs_TK.requires_grad_(), leaf_TE, indices_TK, rows, True).sum().backward()
+            assert leaf_TE.grad is not None and router.aux_losses.totals is not None
+            found.append((leaf_TE.grad, router.aux_losses.totals))
+    assert found[0][0].isfinite().all() and torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
 
 
 def test_losses_that_are_off_cost_nothing() -> None:

@@ -149,6 +149,27 @@ def test_packing_and_padding_change_nothing() -> None:
     _assert_close(parts, want)
 
 
+def test_a_loss_without_weight_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = packed_batch([9, 14], 128)
+    labels_T = batch.labels_T.clamp(min=1)
+    labels_T[::4] = 0
+    found = []
+    with one_process_groups() as groups:
+        for junk in (0.0, float("nan")):
+            config = _config()
+            model = make_model(config, groups)
+            losses = model._token_losses
+            monkeypatch.setattr(
+                model, "_token_losses", lambda h, t, f=losses, x=junk: f(h, t) + torch.where(t == 0, x, 0.0)
+            )
+            given = {"labels_T": labels_T, "loss_mask_T": (labels_T > 0).float()}
+            loss_T = model(batch.ids_T, batch.positions_T, batch.params, **given)
+            loss_T[labels_T > 0].sum().backward()
+            found.append((_grads(model), collect_mtp_losses(model, config, groups)))
+    (want, want_means), (got, got_means) = found
+    assert got_means == want_means and all(torch.equal(got[name], grad) for name, grad in want.items())
+
+
 def test_it_is_only_there_in_training() -> None:
     batch = packed_batch(LENGTHS, 128)
     inputs = (batch.ids_T, batch.positions_T, batch.params)

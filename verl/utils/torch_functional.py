@@ -18,6 +18,7 @@ from verl.utils.lr_schedules import (
     get_cosine_schedule_with_warmup,
     get_wsd_schedule_with_warmup,
 )
+from verl.utils.masks import finite_outside, selected
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -97,7 +98,7 @@ def entropy_from_logits_with_chunking(logits: Tensor, chunk_size: int = 2048) ->
 
 def masked_sum(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
     """The sum where ``mask`` is not 0; values elsewhere may be NaN."""
-    chosen = torch.where(mask.bool(), values, 0.0) * mask
+    chosen = selected(values, mask) * mask
     return chosen.sum() if axis is None else chosen.sum(axis)
 
 
@@ -112,6 +113,7 @@ def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
     Raises:
         ValueError: the mask is empty, or has a single element and ``unbiased`` is set.
     """
+    values = selected(values, mask)
     variance = masked_mean((values - masked_mean(values, mask)).square(), mask)
     if not unbiased:
         return variance
@@ -123,6 +125,7 @@ def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
 
 def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
     """``values`` over their deviation where ``mask`` is not 0, less their mean with ``shift_mean``."""
+    values = finite_outside(values, mask)
     mean = masked_mean(values, mask)
     whitened = (values - mean) * torch.rsqrt(masked_var(values, mask) + 1e-8)
     return whitened if shift_mean else whitened + mean
@@ -327,6 +330,8 @@ def distributed_mean_max_min_std(
 
 def distributed_masked_mean(local_tensor: Tensor, local_mask: Tensor) -> Tensor:
     """The mean over all ranks' elements where the mask is not 0; 0 without any. Collective."""
-    sums = torch.stack([(local_tensor * local_mask).sum(), local_mask.sum().to(local_tensor.dtype)])
+    sums = torch.stack(
+        [(selected(local_tensor, local_mask) * local_mask).sum(), local_mask.sum().to(local_tensor.dtype)]
+    )
     dist.all_reduce(sums)
     return sums[0] / sums[1].clamp(min=1e-8)

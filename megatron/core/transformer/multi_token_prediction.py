@@ -111,6 +111,7 @@ class MultiTokenPredictionBlock(nn.Module):
                 loss_T = checkpoint(token_losses, before_TH, target_T)
             else:
                 loss_T = token_losses(before_TH, target_T)
+            loss_T = loss_T.masked_fill(weight_T == 0, 0.0)  # a product would keep a NaN
             losses.append(self._loss(loss_T, weight_T))
             totals.append(torch.stack([(loss_T.detach() * weight_T).sum(), weight_T.sum()]))
         self.loss_totals = torch.stack(totals) + (0.0 if self.loss_totals is None else self.loss_totals)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from verl.utils.masks import selected
+
 
 def token_loss_weights(response_mask: Tensor, loss_agg_mode: str, *, num_tokens: float, num_sequences: float) -> Tensor:
     """Weights w [B, R] for which sum(w * loss) over every rank's rows is the aggregated loss of the mini-batch.
@@ -36,9 +38,12 @@ def share_of_mini_batch(response_mask: Tensor, loss_agg_mode: str, *, num_tokens
 
 
 def agg_loss(loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str) -> Tensor:
-    """A [B, R] loss to a scalar over the tokens of ``loss_mask``; see ``token_loss_weights`` for the modes."""
+    """A [B, R] loss to a scalar over the tokens of ``loss_mask``; see ``token_loss_weights`` for the modes.
+
+    A loss outside the mask is not read, it may be NaN.
+    """
     mask = loss_mask.to(loss_mat.dtype)
     weights = token_loss_weights(
         mask, loss_agg_mode, num_tokens=float(mask.sum()), num_sequences=float((mask.sum(-1) > 0).sum())
     )
-    return (weights * loss_mat).sum()
+    return (weights * selected(loss_mat, mask)).sum()

@@ -47,6 +47,7 @@ from verl.trainer.ppo.policy_losses.vanilla import compute_policy_loss_vanilla
 from verl.trainer.ppo.rollout_corr_helper import compute_policy_loss_with_rollout_correction
 from verl.utils.errors import BatchError
 from verl.utils.import_utils import deprecated
+from verl.utils.masks import row_rewards, selected
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto
@@ -140,7 +141,7 @@ def compute_policy_loss(
 
 def compute_entropy_loss(logits: Tensor, response_mask: Tensor, loss_agg_mode: str = "token-mean") -> Tensor:
     """The aggregated entropy of the distributions ``logits`` [B, R, V]."""
-    log_probs = logits.log_softmax(-1)
+    log_probs = selected(logits, response_mask.unsqueeze(-1)).log_softmax(-1)
     return agg_loss(-(log_probs.exp() * log_probs).sum(-1), response_mask, loss_agg_mode)
 
 
@@ -156,6 +157,7 @@ def compute_value_loss(
 
     v are the predictions that learn, V (``values``) those of the step's start, G the returns; all fp32 [B, R].
     """
+    vpreds, returns, values = (selected(each, response_mask) for each in (vpreds, returns, values))
     clipped = torch.minimum(torch.maximum(vpreds, values - cliprange_value), values + cliprange_value)
     plain_loss, clipped_loss = (vpreds - returns).square(), (clipped - returns).square()
     mask = response_mask.to(vpreds.dtype)
@@ -169,7 +171,8 @@ def compute_pf_ppo_reweight_data(data: DataProto, reweight_method: str = "pow", 
     ``pow``: abs(score) ** ``weight_pow``. ``max_min``: 1 for the highest and the lowest score, else 0. ``max_random``:
     0.4 for the highest score, else 0.1. The draw takes torch's global generator.
     """
-    scores_B = data.batch["token_level_scores"].sum(-1)
+    scores_BR = data.batch["token_level_scores"]
+    scores_B = row_rewards(scores_BR, data.batch.get("response_mask", torch.ones_like(scores_BR)))
     is_best, is_worst = scores_B == scores_B.max(), scores_B == scores_B.min()
     if reweight_method == "pow":
         weights_B = scores_B.abs().pow(weight_pow)

@@ -17,6 +17,7 @@ from verl.protocol import DataProto
 from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.ppo.scores import reward_parts
 from verl.utils.import_utils import load_extern_type
+from verl.utils.masks import finite_outside, row_rewards
 
 SEQUENCE_REWARD = "seq_reward"
 
@@ -96,8 +97,8 @@ def groups_of(batch: DataProto) -> list[tuple[SampleGroup, np.ndarray]]:
     rows_of: dict[str, list[int]] = {}
     for row, uid in enumerate(batch.non_tensor_batch["uid"]):
         rows_of.setdefault(str(uid), []).append(row)
-    rewards = batch.batch["token_level_scores"].sum(-1).numpy()
-    lengths = batch.batch["response_mask"].sum(-1).numpy()
+    mask = batch.batch["response_mask"]
+    rewards, lengths = row_rewards(batch.batch["token_level_scores"], mask).numpy(), mask.sum(-1).numpy()
     parts = reward_parts(batch)
     found = []
     for uid, members in rows_of.items():
@@ -137,7 +138,7 @@ def collect_groups(
         batch = generate(generation)
         groups = groups_of(batch)
         kept = [rows for group, rows in groups if keeps(group)]
-        reward_sum += float(batch.batch["token_level_scores"].sum())
+        reward_sum += float(finite_outside(batch.batch["token_level_scores"], batch.batch["response_mask"]).sum())
         num_samples, num_seen = num_samples + len(batch), num_seen + len(groups)
         taken = kept[: num_groups - num_kept]
         if taken:

@@ -20,7 +20,7 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     forward = kl_penalty_forward(logprob, ref_logprob, kind)
     if kind == kl_penalty or kind in ("mse", "k2"):
         return forward
-    backward = 0.5 * (logprob - ref_logprob).square()
+    backward = kl_penalty_forward(logprob, ref_logprob, "k2")
     return backward - backward.detach() + forward.detach()
 
 
@@ -31,6 +31,17 @@ def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) ->
     exp(d) - d - 1 with d = log q - log p clamped to +-20, the result clamped to +-10.
     """
     difference = logprob - ref_logprob
+    values = _estimate(difference, kl_penalty)
+    if values.requires_grad:
+        # There is no mask here. What the caller's mask leaves out comes back with the gradient 0, and behind a NaN or
+        # infinite difference 0 would become 0 * NaN.
+        unused: list[Tensor] = []
+        values.register_hook(lambda grad: unused.append(grad == 0))
+        difference.register_hook(lambda grad: grad.masked_fill(unused.pop(), 0.0))
+    return values
+
+
+def _estimate(difference: Tensor, kl_penalty: str) -> Tensor:
     if kl_penalty in ("kl", "k1"):
         return difference
     if kl_penalty == "abs":

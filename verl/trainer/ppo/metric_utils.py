@@ -14,6 +14,7 @@ from verl.protocol import DataProto
 from verl.trainer.config.config import TokenLimit
 from verl.trainer.ppo.validation_statistics import bootstrap_metric, calc_maj_val, process_validation_metrics
 from verl.utils.import_utils import deprecated
+from verl.utils.masks import row_rewards
 from verl.utils.megatron.packed_batch import padded_lengths
 from verl.utils.metric import reduce_metrics as _reduce_metrics
 from verl.utils.timeline import Timeline, now_s
@@ -74,7 +75,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
     response_lengths, prompt_lengths = lengths["response_length"], lengths["prompt_length"]
     limit = tensors["responses"].shape[-1]
     metrics = {
-        **_spread("critic/score", tensors["token_level_scores"].sum(-1)),
+        **_spread("critic/score", row_rewards(tensors["token_level_scores"], lengths["response_mask"])),
         **_spread("response_length", response_lengths),
         **_spread("prompt_length", prompt_lengths),
     }
@@ -90,7 +91,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
         metrics |= _spread("num_turns", torch.tensor(batch.non_tensor_batch["__num_turns__"].astype(float)))
     if "advantages" in tensors:
         mask = tensors["response_mask"].bool()
-        metrics |= _spread("critic/rewards", tensors["token_level_rewards"].sum(-1))
+        metrics |= _spread("critic/rewards", row_rewards(tensors["token_level_rewards"], mask))
         metrics |= _spread("critic/advantages", tensors["advantages"][mask])
         metrics |= _spread("critic/returns", tensors["returns"][mask])
         if use_critic and "values" in tensors:

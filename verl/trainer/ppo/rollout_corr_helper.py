@@ -17,6 +17,7 @@ from verl.trainer.config.algorithm import RolloutCorrectionSection
 from verl.trainer.ppo import rollout_correction as arithmetic
 from verl.trainer.ppo.aggregation import agg_loss
 from verl.trainer.ppo.rollout_correction import PREFIX, SAFETY_BOUND
+from verl.utils.masks import selected
 
 __all__ = [
     "SAFETY_BOUND",
@@ -222,7 +223,7 @@ def compute_policy_loss_with_rollout_correction(
             rollout_token_veto_threshold,
             rollout_is_batch_normalize,
         )
-    loss = -advantages * log_prob
+    loss = -selected(advantages, mask) * selected(log_prob, mask)
     if weights is not None:
         loss = loss * weights.batch["rollout_is_weights"]
     return agg_loss(loss, mask, loss_agg_mode) * loss_scale_factor, metrics

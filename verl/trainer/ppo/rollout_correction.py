@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from verl.trainer.config.algorithm import RolloutCorrectionSection
+from verl.utils.masks import selected
 
 SAFETY_BOUND = 20.0  # of log-ratios before exp; e^20 is far beyond every threshold
 PREFIX = "rollout_corr/"
@@ -45,7 +46,7 @@ def corrections(
 ) -> tuple[Tensor | None, Tensor, dict[str, float]]:
     """(weights [B, R] or None, kept response tokens [B, R], metrics); weights are 0 outside the response."""
     mask = response_mask.to(old_log_prob.dtype)
-    log_ratio = (old_log_prob - rollout_log_prob) * mask
+    log_ratio = selected(old_log_prob - rollout_log_prob, mask)
     metrics = compute_offpolicy_metrics(old_log_prob, rollout_log_prob, response_mask, over_ranks)
     weights, kept = None, mask
     if config.rollout_is is not None:
@@ -133,7 +134,7 @@ def compute_offpolicy_metrics(
     training's over the rollout's. ``chi2_token`` and ``chi2_seq`` are mean(r^2) - 1 of tokens and of sequences.
     """
     mask = response_mask.double()
-    old, rollout = old_log_prob.double() * mask, rollout_log_prob.double() * mask
+    old, rollout = (selected(each.double(), mask) for each in (old_log_prob, rollout_log_prob))
     log_ratio = old - rollout
     ratio, lengths = _ratio(log_ratio), mask.sum(-1)
     has_tokens = (lengths > 0).double()
@@ -161,8 +162,8 @@ def compute_offpolicy_metrics(
 
 
 def ratio_at_level(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
-    """exp of the log-ratio of a token's token, sequence, or sequence's mean, [B, R]."""
-    return _ratio(_at_level(log_ratio, mask, level))
+    """exp of the log-ratio of a token's token, sequence, or sequence's mean, [B, R]; what is masked is not read."""
+    return _ratio(_at_level(selected(log_ratio, mask), mask, level))
 
 
 def _at_level(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:

@@ -21,6 +21,7 @@ from verl.protocol import DataProto
 from verl.trainer.ppo.metric_utils import marked_timer
 from verl.trainer.ppo.observers import Step, StepFiles
 from verl.trainer.ppo.scores import REWARD_PARTS
+from verl.utils.masks import row_rewards
 from verl.workers.rollout.rollout_messages import VERSIONS
 from verl.workers.row_store import worker_batch
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
@@ -100,7 +101,7 @@ class SampleRecords(StepFiles):
             "rollout_log_probs": log_probs[ROLLOUT],
             "log_probs": log_probs[TRAINING],
             "versions": texts[VERSIONS][row] if VERSIONS in texts else [[step - 1, len(token_ids)]],
-            "reward": _finite(float(tensors["token_level_scores"][row].sum())),
+            "reward": _finite(float(row_rewards(tensors["token_level_scores"][row], is_response_R))),
             "parts": {name: _finite(value) for name, value in texts[REWARD_PARTS][row].items()},
             "advantage": _finite(float(tensors["advantages"][row][is_response_R].mean())),
             "length": len(token_ids),

@@ -11,6 +11,7 @@ from verl.protocol import DataProto
 from verl.trainer.config.algorithm import AlgorithmSection
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.algos import AdvantageEstimator, get_adv_estimator_fn
+from verl.utils.masks import selected
 
 
 def compute_response_mask(data: DataProto) -> Tensor:
@@ -28,7 +29,8 @@ def apply_kl_penalty(
     The metrics are the KL (mean over the tokens of a response, then over responses) and the coefficient that was used.
     """
     mask = data.batch["response_mask"].float()
-    kl = core_algos.kl_penalty(data.batch["old_log_probs"], data.batch["ref_log_prob"], kl_penalty) * mask
+    old, ref = (selected(data.batch[name], mask) for name in ("old_log_probs", "ref_log_prob"))
+    kl = core_algos.kl_penalty(old, ref, kl_penalty) * mask
     coefficient = kl_ctrl.value
     data.batch["token_level_rewards"] = data.batch["token_level_scores"] - coefficient * kl
     current = float((kl.sum(-1) / mask.sum(-1).clamp(min=1)).mean())

@@ -16,6 +16,7 @@ from verl.trainer.ppo.aggregation import token_loss_weights
 from verl.trainer.ppo.kl import kl_penalty
 from verl.trainer.ppo.policy_losses import SequenceMean, TokenForm, get_policy_loss_fn, token_form
 from verl.trainer.ppo.rollout_correction import corrections
+from verl.utils.masks import finite_outside, selected
 from verl.utils.megatron.packed_batch import PackedMicroBatch
 from verl.utils.megatron.reduce import mean_by_name, reduce_over
 from verl.workers.actor.row_loss import loss_of_rows
@@ -30,6 +31,7 @@ _BY_TOKEN = (
     "rollout_log_probs",
     "rollout_is_weights",
 )
+_WEIGHTED = {"advantages", "old_log_probs", "ref_log_prob", "rollout_is_weights"}  # no NaN where the weight is 0
 _SUMS = (
     "pg_loss",
     "kl_loss",
@@ -137,6 +139,8 @@ class LossInputs:
         """[S] of every input that is there for the scored tokens of ``micro``, by its name; one copy to ``device``."""
         given = {name: values for name in _BY_TOKEN if (values := getattr(self, name)) is not None}
         found = {name: values[micro.rows_S, micro.cols_S] for name, values in given.items()}
+        for name in _WEIGHTED & found.keys():
+            found[name] = finite_outside(found[name], found["weights"])
         if device.type == "cpu":
             return found
         moved = async_h2d(torch.stack([values.float() for values in found.values()]), device)
@@ -175,11 +179,12 @@ class PolicyLoss:
             loss, sums, metrics = self._of_rows(old_S, log_probs_S, micro)
         sums["entropy"] = entropy_S.sum()
         if "ref_log_prob" in inputs:
-            kl_loss = (weights_S * kl_penalty(log_probs_S, inputs["ref_log_prob"], config.kl_loss_type)).sum()
+            kl_S = kl_penalty(log_probs_S, inputs["ref_log_prob"], config.kl_loss_type)
+            kl_loss = (weights_S * selected(kl_S, weights_S)).sum()
             loss = loss + config.kl_loss_coef * kl_loss
             sums["kl_loss"] = kl_loss
         if config.entropy_coeff:
-            loss = loss - config.entropy_coeff * (weights_S * entropy_S).sum()
+            loss = loss - config.entropy_coeff * (weights_S * selected(entropy_S, weights_S)).sum()
         largest = zero = torch.zeros((), dtype=dtype, device=device)
         if "rollout_log_probs" in inputs and log_probs_S.numel():
             # Compare the policy that acted: later updates of the batch move away from it on purpose. In bypass mode
@@ -199,6 +204,7 @@ class PolicyLoss:
         self, form: TokenForm, old_S: Tensor, log_probs_S: Tensor, inputs: dict[str, Tensor], micro: PackedMicroBatch
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, float] | None]:
         """The part of the loss, its sums over tokens, and no metrics of its own."""
+        log_probs_S = finite_outside(log_probs_S, inputs["weights"])
         policy = form.losses(old_S, log_probs_S, inputs["advantages"], self.config, self._sequence_mean(micro))
         weighted_S = inputs.get("policy_weights", inputs["weights"]) * policy.loss
         if "rollout_is_weights" in inputs:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from verl.trainer.ppo.aggregation import share_of_mini_batch
 from verl.trainer.ppo.policy_losses import PolicyLossFn
+from verl.utils.masks import finite_outside
 from verl.utils.megatron.packed_batch import PackedMicroBatch
 from verl.utils.megatron.reduce import reduce_over
 from verl.workers.config import ActorConfig
@@ -65,12 +66,12 @@ def loss_of_rows(
     mask = found[1][rows] * (inputs.weights.to(device)[rows] > 0)
 
     def chosen(values_BR: Tensor) -> Tensor:
-        return values_BR.to(device)[rows]
+        return finite_outside(values_BR.to(device)[rows], mask)
 
     detached = found[0]
     result: Any = policy_loss(
-        old_log_prob=detached[rows] if inputs.old_log_probs is None else chosen(inputs.old_log_probs),
-        log_prob=detached.index_put((rows_S, cols_S), log_probs_S)[rows],
+        old_log_prob=chosen(detached if inputs.old_log_probs is None else inputs.old_log_probs),
+        log_prob=finite_outside(detached.index_put((rows_S, cols_S), log_probs_S)[rows], mask),
         advantages=chosen(inputs.advantages),
         response_mask=mask,
         loss_agg_mode=config.loss_agg_mode,

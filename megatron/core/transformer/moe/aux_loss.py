@@ -84,6 +84,8 @@ class MoEAuxLosses:
     ) -> Tensor:
         """probs_TK with the losses attached; collective over tp_cp."""
         per_token = self.config.calculate_per_token_loss
+        if rows.has_padding:  # selected here, a NaN of padding reaches neither the losses nor their gradient
+            logits_TE = logits_TE.masked_fill((rows.is_real_T == 0).unsqueeze(1), 0.0)
         counts_BE = self._counts(indices_TK, rows)
         tokens_B = counts_BE.sum(1) / indices_TK.shape[1]
         losses = []

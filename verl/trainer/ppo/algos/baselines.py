@@ -9,6 +9,7 @@ from torch import Tensor
 
 from verl.trainer.ppo.algos.groups import GroupIndex, group_ids, group_sums
 from verl.trainer.ppo.algos.registry import AdvantageEstimator, register_adv_est
+from verl.utils.masks import row_rewards, selected
 
 
 @register_adv_est(AdvantageEstimator.RLOO)
@@ -25,7 +26,7 @@ def compute_rloo_outcome_advantage(
 
     ``epsilon`` and ``config`` are not read. Shapes as in GRPO.
     """
-    scores_B = token_level_rewards.sum(-1)
+    scores_B = row_rewards(token_level_rewards, response_mask)
     sums_B, sizes_B = group_sums(scores_B, group_ids(index))
     others_B = (sums_B - scores_B) / (sizes_B - 1).clamp(min=1)
     advantages = (scores_B - others_B)[:, None] * response_mask
@@ -60,7 +61,8 @@ def compute_opo_outcome_advantage(
     That is the baseline with the least variance of the gradient if its norm grows with the length. A group of one keeps
     its reward. ``epsilon`` and ``config`` are not read. Shapes as in GRPO.
     """
-    scores_B, lengths_B = token_level_rewards.sum(-1), response_mask.sum(-1).to(token_level_rewards.dtype)
+    scores_B = row_rewards(token_level_rewards, response_mask)
+    lengths_B = response_mask.sum(-1).to(token_level_rewards.dtype)
     ids_B = group_ids(index)
     weighted_B, sizes_B = group_sums(scores_B * lengths_B, ids_B)
     total_B, _ = group_sums(lengths_B, ids_B)
@@ -86,7 +88,7 @@ def compute_gpg_outcome_advantage(
     B / M makes up for the samples that teach nothing, as upstream counts them. A group of one keeps its reward.
     ``epsilon`` and ``config`` are not read. Shapes as in GRPO.
     """
-    scores_B = token_level_rewards.sum(-1)
+    scores_B = row_rewards(token_level_rewards, response_mask)
     sums_B, sizes_B = group_sums(scores_B, group_ids(index))
     means_B = torch.where(sizes_B == 1, torch.zeros_like(sums_B), sums_B / sizes_B)
     scale = alpha * len(scores_B) / max(int(torch.count_nonzero(scores_B)), 1)
@@ -113,5 +115,5 @@ def compute_remax_outcome_advantage(
     Returns:
         (advantages, returns) fp32 [B, R]; returns are the sums.
     """
-    returns = (token_level_rewards * response_mask).flip(-1).cumsum(-1).flip(-1)
+    returns = (selected(token_level_rewards, response_mask) * response_mask).flip(-1).cumsum(-1).flip(-1)
     return returns - reward_baselines[:, None] * response_mask, returns

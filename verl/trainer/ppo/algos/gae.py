@@ -7,6 +7,7 @@ from torch import Tensor
 
 from verl.trainer.ppo.algos.groups import whitened
 from verl.trainer.ppo.algos.registry import AdvantageEstimator, register_adv_est
+from verl.utils.masks import selected
 
 
 @register_adv_est(AdvantageEstimator.GAE)
@@ -35,4 +36,4 @@ def compute_gae_advantage_return(
         running = torch.where(is_response, delta + gamma * lam * running, running)
         next_value = torch.where(is_response, values[:, t], next_value)
         advantages[:, t] = running
-    return whitened(advantages, response_mask), advantages + values
+    return whitened(advantages, response_mask), advantages + selected(values, response_mask)

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl.utils.masks import selected
+
 # The group of every row: keys of any kind, as prompts' uids.
 GroupIndex = Sequence[object] | np.ndarray | Tensor
 
@@ -30,7 +32,7 @@ def group_sums(values_B: Tensor, ids_B: Tensor) -> tuple[Tensor, Tensor]:
 
 def whitened(values: Tensor, mask: Tensor) -> Tensor:
     """``values`` with mean 0 and variance 1 over the tokens of ``mask``, and 0 elsewhere; a single token gives 0."""
-    count = mask.sum()
+    values, count = selected(values, mask), mask.sum()
     mean = (values * mask).sum() / count.clamp(min=1)
     variance = ((values - mean).square() * mask).sum() / (count - 1).clamp(min=1)
     return (values - mean) * torch.rsqrt(variance + 1e-8) * mask

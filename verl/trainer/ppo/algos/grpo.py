@@ -9,6 +9,7 @@ from torch import Tensor
 
 from verl.trainer.ppo.algos.groups import GroupIndex, group_ids, group_sums
 from verl.trainer.ppo.algos.registry import AdvantageEstimator, register_adv_est
+from verl.utils.masks import row_rewards
 
 
 @register_adv_est(AdvantageEstimator.GRPO)
@@ -34,7 +35,7 @@ def compute_grpo_outcome_advantage(
     Returns:
         (advantages, returns), both fp32 [B, R] and equal.
     """
-    scores_B = token_level_rewards.sum(-1).double()
+    scores_B = row_rewards(token_level_rewards, response_mask).double()
     ids_B = group_ids(index)
     sums_B, sizes_B = group_sums(scores_B, ids_B)
     is_single = sizes_B == 1
@@ -76,7 +77,7 @@ def compute_grpo_passk_outcome_advantage(
     Of several best ones the first counts, and gets 0. ``config.norm_adv_by_std_in_grpo=False`` leaves the division out
     as well. A group of one is a ValueError. Shapes as in ``compute_grpo_outcome_advantage``.
     """
-    scores_B = token_level_rewards.sum(-1).double()
+    scores_B = row_rewards(token_level_rewards, response_mask).double()
     ids_B = group_ids(index)
     values_B = torch.zeros_like(scores_B)
     for group in range(int(ids_B.max()) + 1):

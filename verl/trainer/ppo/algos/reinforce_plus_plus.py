@@ -9,6 +9,7 @@ from torch import Tensor
 
 from verl.trainer.ppo.algos.groups import GroupIndex, group_ids, group_sums, whitened
 from verl.trainer.ppo.algos.registry import AdvantageEstimator, register_adv_est
+from verl.utils.masks import row_rewards, selected
 
 
 @register_adv_est(AdvantageEstimator.REINFORCE_PLUS_PLUS)
@@ -21,6 +22,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
     gamma is ``config.gamma``, without a config 1.
     """
     gamma = 1.0 if config is None else config.gamma
+    token_level_rewards = selected(token_level_rewards, response_mask)
     returns = torch.zeros_like(token_level_rewards)
     running = token_level_rewards.new_zeros(token_level_rewards.shape[0])
     for t in reversed(range(token_level_rewards.shape[1])):
@@ -44,7 +46,7 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
     A group of one keeps its reward, as upstream: less its own mean it would never teach anything. ``epsilon`` and
     ``config`` are not read.
     """
-    scores_B = token_level_rewards.sum(-1)
+    scores_B = row_rewards(token_level_rewards, response_mask)
     sums_B, sizes_B = group_sums(scores_B, group_ids(index))
     means_B = torch.where(sizes_B == 1, torch.zeros_like(sums_B), sums_B / sizes_B)
     advantages = whitened((scores_B - means_B)[:, None] * response_mask, response_mask)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from verl.trainer.ppo.aggregation import agg_loss
 from verl.trainer.ppo.policy_losses.registry import actor_config, register_policy_loss
+from verl.utils.masks import selected
 
 
 @register_policy_loss("clip_cov")
@@ -32,6 +33,7 @@ def compute_policy_loss_clip_cov(
     ``clip_cov_ub``, at most max(1, ``clip_cov_ratio`` * tokens) have loss 0. They are drawn by a generator with a fixed
     seed, so that all ranks which share the tokens draw the same ones, and a resumed run too.
     """
+    old_log_prob, log_prob, advantages = (selected(x, response_mask) for x in (old_log_prob, log_prob, advantages))
     actor = actor_config(config)
     policy_loss = actor.policy_loss
     ratio, approx_kl, num_tokens = _ratio_and_kl(old_log_prob, log_prob, response_mask)
@@ -46,7 +48,7 @@ def compute_policy_loss_clip_cov(
     taken = places[order[:count]]
     keeps = torch.ones_like(log_prob)
     keeps[taken[:, 0], taken[:, 1]] = 0.0
-    loss = _corrected(torch.maximum(unclipped, clipped) * keeps, rollout_is_weights)
+    loss = _corrected(torch.maximum(unclipped, clipped) * keeps, rollout_is_weights, response_mask)
     metrics = {"actor/pg_clipfrac": len(taken) / max(num_tokens, 1.0), "actor/ppo_kl": approx_kl}
     return agg_loss(loss, response_mask, loss_agg_mode), metrics
 
@@ -65,6 +67,7 @@ def compute_policy_loss_kl_cov(
 
     Those are the max(1, ``kl_cov_ratio`` * tokens) highest.
     """
+    old_log_prob, log_prob, advantages = (selected(x, response_mask) for x in (old_log_prob, log_prob, advantages))
     policy_loss = actor_config(config).policy_loss
     ratio, approx_kl, num_tokens = _ratio_and_kl(old_log_prob, log_prob, response_mask)
     mask = response_mask > 0
@@ -73,7 +76,8 @@ def compute_policy_loss_kl_cov(
     penalised = torch.zeros_like(covariance)
     penalised[covariance.topk(count).indices] = policy_loss.ppo_kl_coef
     loss = -advantages * ratio + penalised.view_as(log_prob) * (log_prob - old_log_prob).abs()
-    return agg_loss(_corrected(loss, rollout_is_weights), response_mask, loss_agg_mode), {"actor/ppo_kl": approx_kl}
+    loss = _corrected(loss, rollout_is_weights, response_mask)
+    return agg_loss(loss, response_mask, loss_agg_mode), {"actor/ppo_kl": approx_kl}
 
 
 def _ratio_and_kl(old_log_prob: Tensor, log_prob: Tensor, response_mask: Tensor) -> tuple[Tensor, float, float]:
@@ -89,5 +93,5 @@ def _covariance(log_prob: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     return (values - values[mask].mean()) * (log_prob - log_prob[mask].mean())
 
 
-def _corrected(loss: Tensor, rollout_is_weights: Tensor | None) -> Tensor:
-    return loss if rollout_is_weights is None else loss * rollout_is_weights
+def _corrected(loss: Tensor, rollout_is_weights: Tensor | None, response_mask: Tensor) -> Tensor:
+    return loss if rollout_is_weights is None else loss * selected(rollout_is_weights, response_mask)

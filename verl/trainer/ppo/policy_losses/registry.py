@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from verl.trainer.ppo.aggregation import agg_loss
+from verl.utils.masks import selected
 from verl.utils.registry import Registry
 from verl.workers.config import ActorConfig
 from verl.workers.config.actor import PolicyLossConfig
@@ -104,13 +105,14 @@ def aggregated(
 ) -> tuple[Tensor, dict[str, Any]]:
     """A loss of tokens in upstream's form: ``agg_loss`` of ``losses`` and its metrics, means over response tokens."""
     mask = response_mask.to(log_prob.dtype)
+    old_log_prob, log_prob, advantages = (selected(each, mask) for each in (old_log_prob, log_prob, advantages))
     count = mask.sum(-1, keepdim=True).clamp(min=1)
 
     def sequence_mean(values: Tensor) -> Tensor:
         return ((values.detach() * mask).sum(-1, keepdim=True) / count).expand_as(values)
 
     found = losses(old_log_prob, log_prob, advantages, actor_config(config), sequence_mean)
-    loss = found.loss if rollout_is_weights is None else found.loss * rollout_is_weights
+    loss = found.loss if rollout_is_weights is None else found.loss * selected(rollout_is_weights, mask)
     num_tokens = mask.sum().clamp(min=1)
     metrics = {
         "actor/pg_clipfrac": float((found.is_clipped * mask).sum() / num_tokens),
