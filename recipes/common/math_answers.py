@@ -154,14 +154,14 @@ def _uncounted(answer: str) -> str:
 
 def _equal_pieces(given: str, truth: str) -> bool:
     """As ``_equal``, of lists and matrices piece by piece, and of what the parser must decide."""
-    matrices = matrix(given), matrix(truth)
-    if matrices[0] is not None and matrices[1] is not None:
-        (kind, cells), (true_kind, true_cells) = matrices
+    given_matrix, true_matrix = matrix(given), matrix(truth)
+    if given_matrix is not None and true_matrix is not None:
+        (kind, cells), (true_kind, true_cells) = given_matrix, true_matrix
         has_form = kind == true_kind and list(map(len, cells)) == list(map(len, true_cells))
         return has_form and all(_in_order(*rows) for rows in zip(cells, true_cells, strict=True))
-    lists = pieces(given), pieces(truth)
-    if lists[0] is not None and lists[1] is not None:
-        (brackets, found), (true_brackets, wanted) = lists
+    given_list, true_list = pieces(given), pieces(truth)
+    if given_list is not None and true_list is not None:
+        (brackets, found), (true_brackets, wanted) = given_list, true_list
         if brackets == true_brackets and len(found) == len(wanted):
             return _in_any_order(found, wanted) if brackets in ("", "\\{\\}") else _in_order(found, wanted)
     return is_small(given) and is_small(truth) and _math_equal(given, truth)

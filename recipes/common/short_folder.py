@@ -25,6 +25,7 @@ LISTENER_BYTES = len("/pymp-abcdefgh/listener-abcdefgh")  # of multiprocessing
 PREFIX = "rl-"
 _PARENT_BYTES = SOCKET_BYTES - RAY_BYTES - len(f"/{PREFIX}12345678/r")
 _PLAIN = re.compile(r"[A-Za-z0-9_./+-]+")
+_OWN_NAME = re.compile(PREFIX + "[0-9a-f]{8}")  # what _locked_folder gives, so that no folder of anybody's is removed
 
 
 class SessionFolder:
@@ -139,7 +140,7 @@ def _remove_leftovers(parent: Path) -> None:
 
 def _own_folders(parent: Path) -> Iterator[Path]:
     try:
-        found = sorted(parent.glob(f"{PREFIX}*"))
+        found = sorted(path for path in parent.glob(f"{PREFIX}*") if _OWN_NAME.fullmatch(path.name))
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.ENOENT):
             raise

@@ -15,6 +15,7 @@ import platform
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,7 +36,7 @@ from tools.gpu_day.rows import (
 
 LEAST_S = 5.0  # left of the day, below which no part begins
 # Each part begins as a copy of a process that has only imported torch: no device, no threads yet.
-_PROCESSES = multiprocessing.get_context(start_method())
+_PROCESSES: Any = multiprocessing.get_context(start_method())
 _PROCESSES.set_forkserver_preload(["torch", "triton"])
 
 

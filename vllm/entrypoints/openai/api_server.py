@@ -220,7 +220,8 @@ class ApiServer:
 
 def _into(result: Future[None], call: Callable[[], None]) -> None:
     try:
-        result.set_result(call())
+        call()
+        result.set_result(None)
     except BaseException as error:  # who waits for the result gets it
         result.set_exception(error)
 
