@@ -16,7 +16,7 @@ if not __package__:  # run by its path: the repository's packages must be found
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from recipes.common.atomic_files import write_text_atomically
-from recipes.common.data_scripts import add_option, add_output, run_data_script
+from recipes.common.data_scripts import run_data_script
 
 KINDS = ("sum", "maximum", "minimum")
 HELD_OUT = 10  # one problem in so many is held out, where a recipe's form of the set has a test side
@@ -97,9 +97,9 @@ def generate(
 ) -> int:
     """The command line of a recipe's form of the problems: ``write(output, num_problems, seed)``."""
     parser = argparse.ArgumentParser(description=description)
-    add_output(parser, "output", required=True, help="the file or folder to write")
-    add_option(parser, "num_problems", type=int, default=3000)
-    add_option(parser, "seed", type=int, default=42)
+    parser.add_argument("--output", "--output-dir", type=Path, required=True, help="the file or folder to write")
+    parser.add_argument("--num_problems", "--num-problems", type=int, default=3000)
+    parser.add_argument("--seed", type=int, default=42)
     args = parser.parse_args(argv)
     return run_data_script(lambda: write(args.output, args.num_problems, args.seed), args.output)
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from mindspeed_llm.cli_io import run_cli, run_once, say
 from recipes.common.corpus import CorpusStyle, corpus_settings, examples, training_rows
-from recipes.common.data_scripts import add_option, add_output
 from recipes.common.recipe import load_recipe, recipe_names
 from recipes.common.tiny_models import DEEPSEEK_V3, TinyModel
 from recipes.common.tokenizer import write_tokenizer
@@ -66,12 +65,12 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point of ``python -m recipes.common.base_model RECIPE``."""
     parser = argparse.ArgumentParser(prog="python -m recipes.common.base_model", description=__doc__)
     parser.add_argument("recipe", choices=recipe_names(), help="whose corpus it reads")
-    add_option(parser, "train_parquet", type=Path, required=True, help="train.parquet of the recipe's data script")
-    add_output(parser, "output_dir", required=True, help="directory to make")
-    add_option(parser, "seed", type=int, default=42)
-    add_option(parser, "num_steps", type=int, default=350, help="optimizer steps of the warm-up")
-    add_option(parser, "batch_size", type=int, default=128, help="texts per step, at most")
-    add_option(parser, "num_processes", type=int, default=2, help="data-parallel processes; part of the result")
+    parser.add_argument("--train-parquet", type=Path, required=True, help="train.parquet of the recipe's data script")
+    parser.add_argument("--output-dir", type=Path, required=True, help="directory to make")
+    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--num-steps", type=int, default=350, help="optimizer steps of the warm-up")
+    parser.add_argument("--batch-size", type=int, default=128, help="texts per step, at most")
+    parser.add_argument("--num-processes", type=int, default=2, help="data-parallel processes; part of the result")
 
     def body(args: argparse.Namespace) -> None:
         options = dict(vars(args))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,19 +12,6 @@ from recipes.common.atomic_files import write_atomically, write_text_atomically
 
 MAX_REPORTED = 10
 STAMP_NAME = ".stamp.json"
-
-
-def add_option(parser: argparse.ArgumentParser, *names: str, **settings: Any) -> None:
-    """An option under each of its names, with underscores or with hyphens; the first is its destination."""
-    spellings = dict.fromkeys(f"--{form}" for name in names for form in (name, name.replace("_", "-")))
-    parser.add_argument(*spellings, dest=names[0], **settings)
-
-
-def add_output(parser: argparse.ArgumentParser, name: str, **settings: Any) -> None:
-    """The option for where the output goes: every script takes upstream's names of it and the other scripts'."""
-    add_option(
-        parser, *dict.fromkeys((name, "output_dir", "local_dir", "local_save_dir", "output")), type=Path, **settings
-    )
 
 
 def run_data_script(convert: Callable[[], Sequence[str] | None], output_dir: Path) -> int:

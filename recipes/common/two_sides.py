@@ -104,8 +104,8 @@ class QuestionForm:
     def main(self, description: str | None, default_dir: str, argv: list[str] | None = None) -> int:
         """Command line; returns the exit status, 2 for an input that a user can mend."""
         parser = argparse.ArgumentParser(description=description)
-        data_scripts.add_option(parser, "input_dir", type=Path, required=True, help=f"folder of {self.name}")
-        data_scripts.add_output(parser, "local_dir", default=Path(default_dir), help="where the parquet files go")
+        parser.add_argument("--input_dir", type=Path, required=True, help=f"folder of {self.name}")
+        parser.add_argument("--local_dir", type=Path, default=Path(default_dir), help="where the parquet files go")
         args = parser.parse_args(argv)
         local_dir = args.local_dir.expanduser()
 

@@ -95,18 +95,16 @@ def convert(
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit status, 2 for an input that a user can mend."""
     parser = argparse.ArgumentParser(description=__doc__)
-    data_scripts.add_option(parser, "prompt_data", type=Path, required=True, help="JSON lines to train on")
-    data_scripts.add_option(
-        parser, "eval_prompt_data", nargs="*", default=[], metavar="NAME PATH", help="evaluation sets by name"
+    parser.add_argument("--prompt_data", type=Path, required=True, help="JSON lines to train on")
+    parser.add_argument(
+        "--eval_prompt_data", nargs="*", default=[], metavar="NAME PATH", help="evaluation sets by name"
     )
-    data_scripts.add_option(
-        parser, "input_key", default="prompt", help="a text or a list of messages (default: prompt)"
+    parser.add_argument("--input_key", default="prompt", help="a text, or a list of messages (default: prompt)")
+    parser.add_argument("--label_key", default="label", help="the answer (default: label)")
+    parser.add_argument(
+        "--held_out", type=int, default=256, help="prompts that are evaluated on without evaluation sets"
     )
-    data_scripts.add_option(parser, "label_key", default="label", help="the answer (default: label)")
-    data_scripts.add_option(
-        parser, "held_out", type=int, default=256, help="prompts that are evaluated on without evaluation sets"
-    )
-    data_scripts.add_output(parser, "local_dir", required=True, help="where the parquet files go")
+    parser.add_argument("--local_dir", type=Path, required=True, help="where the parquet files go")
     args = parser.parse_args(argv)
     local_dir = args.local_dir.expanduser()
 
