@@ -16,16 +16,14 @@ from pathlib import Path
 
 import psutil
 import pytest
-from rich.console import Console
 
 from recipes.common import launch
 from recipes.common.launcher import checks, hostfile, network, nodes, ray_node
 from recipes.common.launcher.job import FREE_PORT, Job, resolve_config
-from recipes.common.launcher.node_run import NodeRun
 from recipes.common.launcher.output_dir import archive_other_training, only_run, shared_token, training_identity
 from recipes.common.launcher.processes import OwnProcesses
 from recipes.common.launcher.settings import NodeRole, Settings, find_role, read_settings, variables
-from recipes.common.launcher.stages import Stage, driver_stage, stages
+from recipes.common.launcher.stages import driver_stage, stages
 from recipes.common.recipe import ROOT, load_recipe, recipe_names
 from verl.trainer.config.override_text import override
 from verl.utils.net_utils import free_ports
@@ -73,14 +71,6 @@ def test_a_path_with_syntax_characters_survives(tmp_path: Path) -> None:
     folder = tmp_path / "a b,c={d}'e"
     job = job_of(folder)
     assert job.config.trainer.report_dir == str(folder / "out")
-
-
-def test_a_report_that_fails_is_a_line_and_not_the_runs_failure(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = NodeRun(job_of(tmp_path), NodeRole(True, "127.0.0.1", "127.0.0.1", "lo"), Console(soft_wrap=True))
-    run._run_report(Stage("report", "Results", ("false",)))
-    assert "the run is complete, but its report failed: stage Results" in capsys.readouterr().out
 
 
 def test_role_by_address_and_rank() -> None:

@@ -13,8 +13,7 @@ from tools.report.__main__ import main
 from tools.report.curves import CHARTS, Chart, as_svg, draw
 from tools.report.page import tiles
 from tools.report.phases import phases
-from tools.report.run_data import RunData, read_run
-from tools.report.summary import closing_summary
+from tools.report.run_data import read_run
 
 EVIL = '<script>alert("x")</script><img src=http://example.org/x onerror=y>'
 
@@ -223,65 +222,3 @@ def test_ids_of_the_figures_do_not_collide(tmp_path: Path) -> None:
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     clips = re.findall(r'<clipPath id="([^"]+)"', page)
     assert len(clips) == len(set(clips))
-
-
-def _lines(run_dir: Path, *rows: dict) -> Path:
-    run_dir.mkdir(parents=True)
-    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return run_dir
-
-
-ODD = (float("nan"), float("inf"), float("-inf"))
-
-
-def _figure(run: RunData) -> list[float]:
-    [line] = draw(run, next(chart for chart in CHARTS if chart.name == "entropy")).axes[0].lines
-    return list(line.get_ydata())  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("place", [0, 1, 2])
-@pytest.mark.parametrize("odd", ODD)
-def test_what_is_not_finite_is_a_gap(tmp_path: Path, place: int, odd: float) -> None:
-    """At the first, a middle and the last step, in every metric that is shown."""
-    names = {name for chart in CHARTS for name in chart.curves.values()} | {"timing_s/step", "perf/throughput"}
-    names |= {"memory/gen/allocated_gb", "timing_s/gen", "response_length/mean", "timing_s/testing"}
-    rows = [{"step": step, **dict.fromkeys(names, 0.5)} for step in (1, 2, 3)]
-    rows[place] |= dict.fromkeys(names, odd)
-    run_dir = _lines(tmp_path / "run", *rows)
-    run = read_run(run_dir)
-    assert len(list(phases(run))) and closing_summary(run)
-    assert [step for step, _ in run.series("critic/score/mean")] == [step for step in (1, 2, 3) if step != place + 1]
-    drawn = _figure(run)
-    assert [value == value for value in drawn] == [number != place for number in range(3)] and 0.5 in drawn
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(120)
-def test_runs_with_little_to_draw_have_a_report(tmp_path: Path) -> None:
-    nothing = float("nan")
-    for number, rows in enumerate(
-        (
-            [{"step": 1}],
-            [{"step": 1, "critic/score/mean": nothing, "timing_s/step": nothing, "perf/throughput": 1.0}],
-            [{"step": 1, "perf/throughput": 1.0}, {"step": 2, "val/score": 0.5}],
-            [{"step": 1, **{name: nothing for chart in CHARTS for name in chart.curves.values()}}, {"step": 2}],
-        )
-    ):
-        assert main(["--run-dir", str(_lines(tmp_path / str(number), *rows))]) == 0
-
-
-def test_metrics_that_are_no_numbers_are_named(tmp_path: Path) -> None:
-    nothing = float("nan")
-    for number, (rows, problem) in enumerate(
-        (
-            ([{"step": 1, "val/score": "high"}], "line 1 is no step's metrics: expected numbers by name"),
-            ([{"step": 1, "val/score": None}], "line 1 is no step's metrics"),
-            ([{"step": 1}, {"step": nothing}], "line 2 has the step nan: expected its number"),
-            ([{"val/score": 0.5}], "line 1 has the step None"),
-            ([], "no step is logged yet"),
-        )
-    ):
-        run_dir = _lines(tmp_path / f"bad{number}", *rows)
-        with pytest.raises(ValueError, match=problem):
-            read_run(run_dir)
-        assert main(["--run-dir", str(run_dir)]) == 2

@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 
 from tools.viewer.__main__ import EXIT_BAD_INPUT, main
-from tools.viewer.page import render
-from tools.viewer.records import read_records
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 # Each would change the page's title if a browser took it for more than text.
@@ -203,24 +201,3 @@ def test_bad_input_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
         assert main([str(argument) for argument in arguments]) == EXIT_BAD_INPUT
         assert message in capsys.readouterr().err
     assert not list(tmp_path.rglob("*.html"))
-
-
-def test_numbers_that_are_not_finite_leave_the_page_readable(tmp_path: Path) -> None:
-    """JSON has no NaN: a browser would read none of the records."""
-    nan, inf = float("nan"), float("inf")
-    odd = {"reward": nan, "advantage": inf, "parts": {"kl": -inf}, "log_probs": [nan]}
-    _write(tmp_path, 1, [_record(1, 0) | odd])
-    records, _ = read_records(tmp_path, None, 5)
-    page = render("run", records)
-    [text] = re.findall(r'<script[^>]*id="records"[^>]*>(.*?)</script>', page, re.DOTALL)
-
-    def refuse(name: str) -> None:
-        raise AssertionError(name)
-
-    [found] = json.loads(text, parse_constant=refuse)
-    assert {name: found[name] for name in odd} == {
-        "reward": None,
-        "advantage": None,
-        "parts": {"kl": None},
-        "log_probs": [None],
-    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import dataclass
-from math import ceil, floor, isnan, log10
+from math import ceil, floor, log10
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -109,11 +109,10 @@ def draw(run: RunData, chart: Chart, size: tuple[float, float] = (4.8, 2.9)) -> 
     ends: Ends = []
     for (label, metric), colour in zip(chart.curves.items(), COLOURS, strict=False):
         if series := run.series(metric):
-            steps, values = zip(*run.curve(metric), strict=True)
-            is_alone = any(isnan(value) for value in values) or len(steps) == 1  # between gaps a line has no length
-            marker = "o" if chart.has_markers or is_alone else ""
+            steps, values = zip(*series, strict=True)
+            marker = "o" if chart.has_markers or len(steps) == 1 else ""
             axes.plot(steps, values, color=colour, linewidth=1.8, marker=marker, markersize=4, solid_capstyle="round")
-            ends.append((series[-1][1], series[-1][0], label, colour))
+            ends.append((values[-1], steps[-1], label, colour))
     axes.margins(x=0.02)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     _set_bounds(axes, chart)
@@ -136,7 +135,7 @@ def draw(run: RunData, chart: Chart, size: tuple[float, float] = (4.8, 2.9)) -> 
 
 def _set_bounds(axes: Axes, chart: Chart) -> None:
     """An axis from 0, with what lies below; of a score to 1 at least. Logarithmic ones have whole powers of ten."""
-    values = [float(value) for line in axes.lines for value in np.asarray(line.get_ydata()) if not isnan(value)]
+    values = [float(value) for line in axes.lines for value in np.asarray(line.get_ydata())]
     low, high = min(values, default=0.0), max(values, default=0.0)
     if chart.is_log and low > 0:
         axes.set_yscale("log")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,19 +24,14 @@ class RunData:
     restarts: list[dict[str, Any]] = field(default_factory=list)  # ``step``, ``from_step``, ``cause`` of each
     changes: list[dict[str, Any]] = field(default_factory=list)  # ``step`` and ``changes`` of each resume with others
 
-    def curve(self, name: str) -> list[tuple[int, float]]:
-        """(step, value) of every step that logged ``name``; NaN, a gap in the drawing, for what is not finite."""
-        values = [(int(row["step"]), row[name]) for row in self.metrics if name in row]
-        return [(step, value if math.isfinite(value) else math.nan) for step, value in values]
-
     def series(self, name: str) -> list[tuple[int, float]]:
-        """(step, value) of every step that logged a finite ``name``."""
-        return [(step, value) for step, value in self.curve(name) if not math.isnan(value)]
+        """(step, value) of every step that logged ``name``."""
+        return [(int(row["step"]), row[name]) for row in self.metrics if name in row]
 
     def seconds(self) -> float:
         """Seconds of all steps, validations and saves."""
         parts = ("timing_s/step", "timing_s/testing", "timing_s/save_checkpoint")
-        return sum(value for name in parts for _, value in self.series(name))
+        return sum(row.get(name, 0.0) for row in self.metrics for name in parts)
 
 
 def read_run(run_dir: Path) -> RunData:
@@ -49,10 +43,8 @@ def read_run(run_dir: Path) -> RunData:
     if not metrics:
         raise ValueError(f"{path}: no step is logged yet; run the report after the first step")
     for number, row in enumerate(metrics, start=1):
-        if not isinstance(row, dict) or not all(isinstance(value, int | float) for value in row.values()):
-            raise ValueError(f"{path}, line {number} is no step's metrics: expected numbers by name")
-        if not math.isfinite(row.get("step", math.nan)):
-            raise ValueError(f"{path}, line {number} has the step {row.get('step')}: expected its number")
+        if not isinstance(row, dict) or "step" not in row or not all(isinstance(v, int | float) for v in row.values()):
+            raise ValueError(f"{path}, line {number} is no step's metrics: expected numbers by name, step among them")
     files = step_files(run_dir / "val_generations")
     generations = {step: read_jsonl(file) for step, file in files.items()}
     report = run_dir / "data" / "data_report.json"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
@@ -36,7 +34,7 @@ def _phases(step: dict[str, float]) -> str:
     """Seconds of a step and of its phases, in the order they happen."""
     names = [name for name in PHASES if f"timing_s/{name}" in step]
     parts = ", ".join(f"{name} {step[f'timing_s/{name}']:.2f}" for name in names)
-    return f"{step.get('timing_s/step', math.nan):.2f} s: {parts}"
+    return f"{step['timing_s/step']:.2f} s: {parts}"
 
 
 def _memory(run: RunData) -> Table | None:

@@ -10,7 +10,6 @@ import base64
 import hashlib
 import html
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from string import Template
@@ -28,17 +27,8 @@ def render(name: str, records: Sequence[dict[str, Any]]) -> str:
         policy=f"default-src 'none'; script-src {_source(script)}; style-src {_source(style)}; base-uri 'none'",
         style=style,
         script=script,
-        records=json.dumps(_parsable(list(records)), separators=(",", ":"), allow_nan=False).translate(_ESCAPES),
+        records=json.dumps(list(records), separators=(",", ":")).translate(_ESCAPES),
     )
-
-
-def _parsable(value: Any) -> Any:
-    """``value`` with null for NaN and infinity, which JSON does not have."""
-    if isinstance(value, dict):
-        return {name: _parsable(of) for name, of in value.items()}
-    if isinstance(value, list):
-        return [_parsable(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _source(text: str) -> str:

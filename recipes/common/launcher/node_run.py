@@ -177,17 +177,8 @@ class NodeRun:
             self._run_unless_made(stage)
         self._keep_trainings_apart()
         self._run_driver()
-        *exports, report = closing_stages(self.job)
-        for stage in exports:
+        for stage in closing_stages(self.job):
             self._run_stage(stage)
-        self._run_report(report)
-
-    def _run_report(self, stage: Stage) -> None:
-        """The run has done its work: a report that fails costs a line, not the run's exit status."""
-        try:
-            self._run_stage(stage)
-        except RunFailed as error:
-            self.print(f"the run is complete, but its report failed: {error}", "yellow")
 
     def _gather_nodes(self) -> None:
         """Wait for all nodes, compare them with this one, and from then on watch them."""
