@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import random
@@ -17,6 +16,7 @@ if not __package__:  # run by its path: the repository's packages must be found
 
 from recipes.common.atomic_files import write_text_atomically
 from recipes.common.data_scripts import run_data_script
+from recipes.common.options import DataScriptParser
 
 KINDS = ("sum", "maximum", "minimum")
 HELD_OUT = 10  # one problem in so many is held out, where a recipe's form of the set has a test side
@@ -82,7 +82,8 @@ def write_sides(output_dir: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def write_json(output: Path, num_problems: int, seed: int) -> list[str] | None:
-    """Write the set as a JSON list unless the file is there with the same content."""
+    """Write the set as a JSON list, in a folder as ``deepscaler.json``, unless the same file is there."""
+    output = output / "deepscaler.json" if output.is_dir() else output
     text = json.dumps(make_set(num_problems, seed), indent=1) + "\n"
     if output.is_file() and output.read_text(encoding="utf-8") == text:
         return None
@@ -96,12 +97,12 @@ def generate(
     argv: list[str] | None = None,
 ) -> int:
     """The command line of a recipe's form of the problems: ``write(output, num_problems, seed)``."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--output", "--output-dir", type=Path, required=True, help="the file or folder to write")
-    parser.add_argument("--num_problems", "--num-problems", type=int, default=3000)
-    parser.add_argument("--seed", type=int, default=42)
+    parser = DataScriptParser(description)
+    parser.add_output("the file or folder to write")
+    parser.add_argument("--num_problems", type=int, default=3000, help="how many (default: 3000)")
+    parser.add_argument("--seed", type=int, default=42, help="of the choice and the order (default: 42)")
     args = parser.parse_args(argv)
-    return run_data_script(lambda: write(args.output, args.num_problems, args.seed), args.output)
+    return run_data_script(lambda: write(args.output_dir, args.num_problems, args.seed), args.output_dir)
 
 
 if __name__ == "__main__":

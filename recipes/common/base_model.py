@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mindspeed_llm.cli_io import run_cli, run_once, say
 from recipes.common.corpus import CorpusStyle, corpus_settings, examples, training_rows
+from recipes.common.options import DataScriptParser, user_path
 from recipes.common.recipe import load_recipe, recipe_names
 from recipes.common.tiny_models import DEEPSEEK_V3, TinyModel
 from recipes.common.tokenizer import write_tokenizer
@@ -63,10 +64,12 @@ def make_base_model(
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of ``python -m recipes.common.base_model RECIPE``."""
-    parser = argparse.ArgumentParser(prog="python -m recipes.common.base_model", description=__doc__)
+    parser = DataScriptParser(__doc__, prog="python -m recipes.common.base_model")
     parser.add_argument("recipe", choices=recipe_names(), help="whose corpus it reads")
-    parser.add_argument("--train-parquet", type=Path, required=True, help="train.parquet of the recipe's data script")
-    parser.add_argument("--output-dir", type=Path, required=True, help="directory to make")
+    parser.add_argument(
+        "--train_parquet", type=user_path, required=True, help="train.parquet of the recipe's data script"
+    )
+    parser.add_output("directory to make")
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--num-steps", type=int, default=350, help="optimizer steps of the warm-up")
     parser.add_argument("--batch-size", type=int, default=128, help="texts per step, at most")

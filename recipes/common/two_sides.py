@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.common import data_scripts
+from recipes.common.options import INPUT, DataScriptParser, user_path
 
 SIDES = ("train", "test")
 OUTPUTS = tuple(f"{side}.parquet" for side in SIDES)
@@ -38,7 +38,7 @@ class QuestionForm:
         """Files of each side, .parquet or .jsonl, in the folder or its ``data``; sorted.
 
         They are named as published; where none are, ``train*`` or ``*_train*``. Files that this command wrote are not
-        among them, so that ``--local_dir`` may be the same folder. ValueError when the folder or a side is not there.
+        among them, so that ``--output_dir`` may be the same folder. ValueError when the folder or a side is not there.
         """
         names = {side: self.published.get(side, side) for side in SIDES}
         every = " and ".join(f"{name}*.parquet" for name in names.values())
@@ -85,7 +85,7 @@ class QuestionForm:
         outputs = {side: local_dir / f"{side}.parquet" for side in SIDES}
         own = [str(path) for side in SIDES for path in files[side] if path.resolve() == outputs[side].resolve()]
         if own:
-            raise ValueError(f"--local_dir {local_dir}: {' and '.join(own)} would be replaced; choose another folder")
+            raise ValueError(f"--output_dir {local_dir}: {' and '.join(own)} would be replaced; choose another folder")
         digest = data_scripts.digest_of(self.settings, chain.from_iterable(files.values()))
         if data_scripts.is_current(local_dir, digest):
             return None
@@ -103,19 +103,19 @@ class QuestionForm:
 
     def main(self, description: str | None, default_dir: str, argv: list[str] | None = None) -> int:
         """Command line; returns the exit status, 2 for an input that a user can mend."""
-        parser = argparse.ArgumentParser(description=description)
-        parser.add_argument("--input_dir", type=Path, required=True, help=f"folder of {self.name}")
-        parser.add_argument("--local_dir", type=Path, default=Path(default_dir), help="where the parquet files go")
+        parser = DataScriptParser(description)
+        parser.add_argument(*INPUT, type=user_path, required=True, help=f"folder of {self.name}")
+        parser.add_output("where the parquet files go", default_dir)
         args = parser.parse_args(argv)
-        local_dir = args.local_dir.expanduser()
 
         def run() -> list[str] | None:
-            counts = self.convert(args.input_dir.expanduser(), local_dir)
+            counts = self.convert(args.input_dir, args.output_dir)
             if counts is None:
                 return None
-            return [f"wrote train.parquet ({counts['train']} rows) and test.parquet ({counts['test']}) to {local_dir}"]
+            sides = f"train.parquet ({counts['train']} rows) and test.parquet ({counts['test']})"
+            return [f"wrote {sides} to {args.output_dir}"]
 
-        return data_scripts.run_data_script(run, local_dir)
+        return data_scripts.run_data_script(run, args.output_dir)
 
 
 def _inputs(folder: Path, starts: Sequence[str]) -> list[Path]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ if not __package__:  # run by its path: the repository's packages must be found
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from recipes.common import data_scripts
+from recipes.common.options import DataScriptParser, user_path
 
 HELD_OUT_SET = "held_out"  # the evaluation set when none is given
 FORM_VERSION = 1  # raise when the rows would come out differently from the same input
@@ -94,8 +94,8 @@ def convert(
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit status, 2 for an input that a user can mend."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--prompt_data", type=Path, required=True, help="JSON lines to train on")
+    parser = DataScriptParser(__doc__)
+    parser.add_argument("--prompt_data", type=user_path, required=True, help="JSON lines to train on")
     parser.add_argument(
         "--eval_prompt_data", nargs="*", default=[], metavar="NAME PATH", help="evaluation sets by name"
     )
@@ -104,17 +104,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--held_out", type=int, default=256, help="prompts that are evaluated on without evaluation sets"
     )
-    parser.add_argument("--local_dir", type=Path, required=True, help="where the parquet files go")
+    parser.add_output("where the parquet files go")
     args = parser.parse_args(argv)
-    local_dir = args.local_dir.expanduser()
+    output_dir: Path = args.output_dir
 
     def run() -> list[str] | None:
         sets = set_pairs(args.eval_prompt_data)
-        counts = convert(args.prompt_data.expanduser(), sets, local_dir, args.input_key, args.label_key, args.held_out)
+        counts = convert(args.prompt_data, sets, output_dir, args.input_key, args.label_key, args.held_out)
         rows = ", ".join(f"{name} {count}" for name, count in (counts or {}).items())
-        return None if counts is None else [f"wrote parquet files to {local_dir}: {rows} rows"]
+        return None if counts is None else [f"wrote parquet files to {output_dir}: {rows} rows"]
 
-    return data_scripts.run_data_script(run, local_dir)
+    return data_scripts.run_data_script(run, output_dir)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import re
@@ -17,6 +16,7 @@ if not __package__:  # run by its path: the repository's packages must be found
 from hf_formats.tokenizer import load_tokenizer
 from recipes.common.atomic_files import write_text_atomically
 from recipes.common.data_scripts import digest_of, is_current, run_data_script, verl_row, write_parquet, write_stamp
+from recipes.common.options import DataScriptParser, user_path
 
 DATA_SOURCE = "deepscaler"
 SYSTEM_TEMPLATE = (
@@ -198,9 +198,9 @@ def convert(
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit status, 2 for an input that a user can mend."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json_path", type=Path, default=Path("./deepscaler.json"), help="the list of problems")
-    parser.add_argument("--output_dir", type=Path, required=True, help="where train.parquet and test.parquet go")
+    parser = DataScriptParser(__doc__)
+    parser.add_argument("--json_path", type=user_path, default="./deepscaler.json", help="the list of problems")
+    parser.add_output("where train.parquet and test.parquet go")
     parser.add_argument("--train_data_ratio", type=float, default=0.9, help="part of the rows that is trained on")
     parser.add_argument("--seed", type=int, default=42, help="seed of the shuffle")
     parser.add_argument("--tokenizer", help="HF directory; with --max_prompt_length drops over-long prompts")

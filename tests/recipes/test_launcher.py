@@ -16,10 +16,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from rich.console import Console
 
 from recipes.common import launch
 from recipes.common.launcher import checks, hostfile, network, nodes, ray_node
 from recipes.common.launcher.job import FREE_PORT, Job, resolve_config
+from recipes.common.launcher.node_run import NodeRun
 from recipes.common.launcher.output_dir import archive_other_training, only_run, shared_token, training_identity
 from recipes.common.launcher.processes import OwnProcesses
 from recipes.common.launcher.settings import NodeRole, Settings, find_role, read_settings, variables

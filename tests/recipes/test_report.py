@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
+from tools.report import page
 from tools.report.__main__ import main
 from tools.report.curves import CHARTS, Chart, as_svg, draw
 from tools.report.page import tiles
 from tools.report.phases import phases
 from tools.report.run_data import read_run
+from tools.report.summary import closing_summary
 
 EVIL = '<script>alert("x")</script><img src=http://example.org/x onerror=y>'
 
@@ -222,3 +225,92 @@ def test_ids_of_the_figures_do_not_collide(tmp_path: Path) -> None:
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     clips = re.findall(r'<clipPath id="([^"]+)"', page)
     assert len(clips) == len(set(clips))
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("places", "junk"),
+    [([0], NAN), ([4], INF), ([-1], -INF), ([0, -1], None), (range(9), NAN), ([1], 10**400)],
+    ids=["first", "middle", "last", "both ends", "all", "huge"],
+)
+def test_what_is_no_number_is_a_gap(tmp_path: Path, places: Sequence[int], junk: float | None) -> None:
+    """In the first, a middle, the last or all of the steps of every metric: the other steps are drawn as they are."""
+    write_run(tmp_path, 8)
+    path = tmp_path / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    want = {metric: read_run(tmp_path).series(metric) for chart in CHARTS for metric in chart.curves.values()}
+    steps = {rows[place]["step"] for place in places}
+    for place in places:
+        rows[place] = {name: value if name == "step" else junk for name, value in rows[place].items()}
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = read_run(tmp_path)
+    for chart in CHARTS[:2] + CHARTS[-1:]:
+        lines = draw(run, chart).axes[0].get_lines()
+        kept = [[point for point in want[metric] if point[0] not in steps] for metric in chart.curves.values()]
+        drawn = [[(x, y) for x, y in zip(*line.get_data(), strict=True) if y == y] for line in lines]
+        assert drawn == [points for points in kept if points], chart.name
+    closing_summary(run)
+    assert page.phases(run) is not None and "training steps" in page._head(run)
+
+
+def test_a_value_between_two_gaps_is_a_dot(tmp_path: Path) -> None:
+    values = [NAN, 0.5, NAN, 0.6, 0.7, NAN, 0.8]
+    rows = [{"step": step, "critic/score/mean": value} for step, value in enumerate(values)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (line,) = draw(read_run(tmp_path), CHARTS[0]).axes[0].get_lines()
+    assert line.get_markevery() == [1, 6] and [y != y for y in line.get_ydata()] == [y != y for y in values]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"step": 1}],
+        [{"step": 1, "perf/throughput": 1.0}],
+        [{"step": 1, "timing_s/step": 1.0, "perf/throughput": 2.0}, {"step": 2, "val/score": 0.5}],
+        [{"step": 1, "timing_s/testing": NAN}, {"step": 2, "timing_s/step": NAN, "timing_s/gen": 1.0}],
+        [{"step": 1, "memory/update/allocated_gb": NAN, "memory/update/rank": 0.0}],
+        [{"step": 0, "val/score": NAN}, {"step": 0, "val/score": 0.5}],
+    ],
+)
+def test_metrics_that_are_not_all_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[dict[str, float]]
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 9, "né')
+    closing_summary(read_run(tmp_path))
+    monkeypatch.setattr(page, "CHARTS", CHARTS[:1])
+    assert "<svg" in page.render(read_run(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("metrics.jsonl", '{"step": 1, "critic/score/mean": "high"}\n', "critic/score/mean is 'high'"),
+        ("metrics.jsonl", '{"step": NaN}\n', "record 1 is no step's metrics"),
+        ("metrics.jsonl", '{"score": 1.0}\n', "record 1 is no step's metrics"),
+        ("restarts.jsonl", '{"cause": "x"}\n', "restarts.jsonl, line 1 is no record"),
+        ("changes.jsonl", '{"step": 1, "changes": [{"key": "data.seed"}]}\n', "changes.jsonl, line 1 is no record"),
+        ("val_generations/step_0.jsonl", "[1]\n", "step_0.jsonl, line 1 is no record"),
+        ("data/data_report.json", "{", "data_report.json is not JSON"),
+        ("data/data_report.json", '{"skipped": [{}]}', "data_report.json is no data report"),
+    ],
+)
+def test_a_damaged_file_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, told: str
+) -> None:
+    write_run(tmp_path, 2)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(text)
+    assert main(["--run-dir", str(tmp_path)]) == 2
+    assert told in capsys.readouterr().out
+
+
+def test_transcripts_of_any_form_are_shown(tmp_path: Path) -> None:
+    write_run(tmp_path, 2)
+    rows = [{"prompt": [{"role": "user"}], "response": "\ud800", "score": NAN}, {"prompt": None}]
+    for step in (0, 2):
+        file = tmp_path / "val_generations" / f"step_{step}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"prom')
+    (tmp_path / "val_generations" / "step_4.jsonl").write_text("")
+    assert "score nan" in page._transcripts(read_run(tmp_path)).encode().decode()

@@ -190,14 +190,44 @@ def test_bad_input_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
     (tmp_path / "cut" / "samples" / "step_3.jsonl").write_text("{")
     _write(tmp_path / "bytes", 3, [])
     (tmp_path / "bytes" / "samples" / "step_3.jsonl").write_bytes(b"\xff")
+    _write(tmp_path / "middle", 3, [])
+    (tmp_path / "middle" / "samples" / "step_3.jsonl").write_text("{\n" + json.dumps(_record(3, 0)) + "\n")
+    _write(tmp_path / "text", 3, [_record(3, 0, reward="high")])
+    _write(tmp_path / "list", 3, [[1]])  # type: ignore[list-item]
+    _write(tmp_path / "versions", 3, [_record(3, 0, versions=[3])])
     for arguments, message in (
         ([tmp_path / "absent"], "absent/samples has no step_N.jsonl: give a run's OUTPUT_DIR"),
         ([tmp_path / "run", "--steps", "3,7"], "--steps: 7 is not recorded; "),
         ([tmp_path / "run", "--max-samples", "0"], "--max-samples 0: it must be at least 1"),
         ([tmp_path / "broken"], "step_3.jsonl:1 is no record of a sample; it lacks ['advantage'"),
-        ([tmp_path / "cut"], "step_3.jsonl:1 is not JSON"),
-        ([tmp_path / "bytes"], "step_3.jsonl is not a UTF-8 text"),
+        ([tmp_path / "cut"], "cut/samples has no whole sample of step 3: its files are empty or cut"),
+        ([tmp_path / "bytes"], "bytes/samples has no whole sample of step 3"),
+        ([tmp_path / "middle"], "step_3.jsonl, line 1 is not JSON"),
+        ([tmp_path / "text"], "step_3.jsonl:1 is no record of a sample; reward is 'high'"),
+        ([tmp_path / "list"], "step_3.jsonl, line 1 is no record of this file: [1]"),
+        ([tmp_path / "versions"], "step_3.jsonl:1 is no record of a sample; versions is [3]"),
     ):
         assert main([str(argument) for argument in arguments]) == EXIT_BAD_INPUT
         assert message in capsys.readouterr().err
     assert not list(tmp_path.rglob("*.html"))
+
+
+def test_what_json_of_a_browser_lacks_is_null_and_a_cut_line_is_left_out(tmp_path: Path) -> None:
+    """One NaN would leave the whole page empty: JSON.parse fails on it."""
+    nan, inf = float("nan"), float("inf")
+    odd = _record(3, 0, reward=nan, advantage=-inf, log_probs=[nan, -0.5, inf, -2.0], parts={"score": nan, "kind": 1.0})
+    _write(tmp_path, 3, [odd, _record(3, 1)])
+    file = tmp_path / "samples" / "step_3.jsonl"
+    text = file.read_text().replace("-0.25", "1e999", 1)
+    file.write_bytes((text + json.dumps(_record(3, 2))).encode()[:-9] + "é".encode()[:1])
+    assert main([str(tmp_path)]) == 0
+    parsed = Parsed()
+    parsed.feed((tmp_path / "samples.html").read_text(encoding="utf-8"))
+
+    def refused(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    first, second = json.loads(parsed.scripts[0], parse_constant=refused)
+    assert (first["reward"], first["advantage"], first["parts"]) == (None, None, {"score": None, "kind": 1.0})
+    assert first["log_probs"] == [None, -0.5, None, -2.0] and first["rollout_log_probs"] == [-0.5, None, -4.0, -0.125]
+    assert second == _record(3, 1)

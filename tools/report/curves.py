@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, floor, log10
+from math import ceil, floor, isnan, log10
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 INK, MUTED, GRID = "#1f2937", "#6b7280", "#e5e7eb"
 COLOURS = ("#2563eb", "#d97706", "#059669")  # of a chart's curves, in order
+_LINE: dict[str, Any] = {"linewidth": 1.8, "solid_capstyle": "round"}
 _LABEL_GAP = 0.075  # between the names of two curves, of the axis
 Ends = list[tuple[float, int, str, str]]  # last value, its step, name and colour of each curve
 
@@ -100,7 +102,10 @@ CHARTS = (
 
 
 def draw(run: RunData, chart: Chart, size: tuple[float, float] = (4.8, 2.9)) -> Figure:
-    """The figure, without a window system; curves without data are left out and the figure says when none has any."""
+    """The figure, without a window system.
+
+    A step without a finite number is a gap. Curves without data are left out, and the figure says when none has any.
+    """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -109,10 +114,10 @@ def draw(run: RunData, chart: Chart, size: tuple[float, float] = (4.8, 2.9)) -> 
     ends: Ends = []
     for (label, metric), colour in zip(chart.curves.items(), COLOURS, strict=False):
         if series := run.series(metric):
-            steps, values = zip(*series, strict=True)
-            marker = "o" if chart.has_markers or len(steps) == 1 else ""
-            axes.plot(steps, values, color=colour, linewidth=1.8, marker=marker, markersize=4, solid_capstyle="round")
-            ends.append((values[-1], steps[-1], label, colour))
+            steps, values = zip(*run.curve(metric), strict=True)
+            marked = range(len(values)) if chart.has_markers else _alone(values)
+            axes.plot(steps, values, "o-", markersize=4, markevery=list(marked), color=colour, **_LINE)
+            ends.append((series[-1][1], series[-1][0], label, colour))
     axes.margins(x=0.02)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     _set_bounds(axes, chart)
@@ -133,9 +138,15 @@ def draw(run: RunData, chart: Chart, size: tuple[float, float] = (4.8, 2.9)) -> 
     return figure
 
 
+def _alone(values: Sequence[float]) -> list[int]:
+    """The places of values between two gaps, of which no line would show anything."""
+    missing = [True, *map(isnan, values), True]
+    return [at for at in range(len(values)) if missing[at] and not missing[at + 1] and missing[at + 2]]
+
+
 def _set_bounds(axes: Axes, chart: Chart) -> None:
     """An axis from 0, with what lies below; of a score to 1 at least. Logarithmic ones have whole powers of ten."""
-    values = [float(value) for line in axes.lines for value in np.asarray(line.get_ydata())]
+    values = [float(value) for line in axes.lines for value in np.asarray(line.get_ydata()) if not isnan(value)]
     low, high = min(values, default=0.0), max(values, default=0.0)
     if chart.is_log and low > 0:
         axes.set_yscale("log")

@@ -108,12 +108,12 @@ def _transcripts(run: RunData) -> str:
     if not run.generations:
         return ""
     first, last = min(run.generations), max(run.generations)
-    before = {row.get("prompt"): row for row in run.generations[first]}
+    before = {str(row.get("prompt")): row for row in run.generations[first]}
     cards = []
     for row in run.generations[last][:MAX_TRANSCRIPTS]:
         sides = _answer(f"step {last}", row)
-        if first != last and row.get("prompt") in before:
-            sides = _answer(f"step {first}", before[row["prompt"]]) + sides
+        if first != last and str(row.get("prompt")) in before:
+            sides = _answer(f"step {first}", before[str(row.get("prompt"))]) + sides
         cards.append(
             f'<div class="card" style="margin-top:12px"><div><b>{_question(row)}</b> '
             f'<span class="muted small">truth: {_text(row.get("ground_truth"))}</span></div>'
@@ -140,7 +140,7 @@ def _question(row: dict[str, Any]) -> str:
 
 
 def _text(value: object) -> str:
-    text = str(value)
+    text = str(value).encode(errors="replace").decode()  # a file has no half of a surrogate pair
     return html.escape(text if len(text) <= MAX_CHARS else text[:MAX_CHARS] + " …")
 
 

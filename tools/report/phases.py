@@ -36,12 +36,15 @@ class Phase:
 def phases(run: RunData) -> list[Phase]:
     """The step, its phases in order, each before those within it, and then what is beside it."""
     names = {name.removeprefix("timing_s/") for row in run.metrics for name in row if name.startswith("timing_s/")}
-    measured = {name: [value for _, value in run.series(f"timing_s/{name}")] for name in names - {_SAME}}
+    of_all = {name: [value for _, value in run.series(f"timing_s/{name}")] for name in names - {_SAME}}
+    measured = {name: values for name, values in of_all.items() if values}
     beside = list(_BETWEEN)
     if any(name.startswith("schedule/") for row in run.metrics for name in row):
         beside.insert(0, GENERATION)  # ranks of their own generate while the others train
     found = list(_in_step(measured, beside)) if STEP in measured else []
-    return found + [Phase(name, 0, 0.0, _mean(measured[name]), len(measured[name])) for name in beside if name in names]
+    return found + [
+        Phase(name, 0, 0.0, _mean(measured[name]), len(measured[name])) for name in beside if name in measured
+    ]
 
 
 def _in_step(measured: dict[str, list[float]], beside: list[str]) -> Iterator[Phase]:

@@ -30,11 +30,12 @@ FILES = (
 )
 
 
-def _phases(step: dict[str, float]) -> str:
-    """Seconds of a step and of its phases, in the order they happen."""
-    names = [name for name in PHASES if f"timing_s/{name}" in step]
-    parts = ", ".join(f"{name} {step[f'timing_s/{name}']:.2f}" for name in names)
-    return f"{step['timing_s/step']:.2f} s: {parts}"
+def _phases(run: RunData) -> str:
+    """Seconds of the last step that has them and of its phases, in the order they happen."""
+    step, seconds = run.series("timing_s/step")[-1]
+    found = {name: dict(run.series(f"timing_s/{name}")).get(step) for name in PHASES}
+    parts = ", ".join(f"{name} {value:.2f}" for name, value in found.items() if value is not None)
+    return f"{seconds:.2f} s: {parts}"
 
 
 def _memory(run: RunData) -> Table | None:
@@ -72,7 +73,8 @@ def closing_summary(run: RunData) -> RenderableType:
     facts.add_row("steps", f"{int(run.metrics[-1]['step'])} in {duration(run.seconds())}")
     if throughput := run.series("perf/throughput"):
         facts.add_row("throughput", f"{throughput[-1][1]:,.1f} tokens per second and device in the last step")
-        facts.add_row("last step", _phases(run.metrics[-1]))
+    if run.series("timing_s/step"):
+        facts.add_row("last step", _phases(run))
     if gaps := [value for _, value in run.series("training/rollout_probs_diff_max")]:
         facts.add_row("trainer/rollout gap", f"at most {max(gaps):.1e} (probabilities of the sampled tokens)")
     if run.restarts:

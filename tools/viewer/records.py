@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tools.report.run_data import step_files
+from tools.report.run_data import is_finite, read_jsonl, step_files
 
-FIELDS = {
-    "step", "uid", "data_source", "prompt", "ground_truth", "tokens", "rollout_log_probs", "log_probs", "versions",
-    "reward", "parts", "advantage", "length", "finish_reason",
+_TEXT, _NUMBER, _LIST = str, (int, float, type(None)), (list, type(None))
+FIELDS: dict[str, Any] = {
+    "step": (int, float), "uid": _TEXT, "data_source": _TEXT, "prompt": _TEXT, "ground_truth": object, "tokens": list,
+    "rollout_log_probs": _LIST, "log_probs": _LIST, "versions": list, "reward": _NUMBER, "parts": dict,
+    "advantage": _NUMBER, "length": _NUMBER, "finish_reason": (str, type(None)),
 }  # fmt: skip
 
 
@@ -41,22 +44,29 @@ def read_records(run_dir: Path, steps: str | None, max_samples: int) -> tuple[li
         room = max_samples - len(found)
         found += records[:room]
         num_left_out += max(0, len(records) - room)
+    if not found:
+        raise ValueError(f"{folder} has no whole sample of step {', '.join(names)}: its files are empty or cut")
     return found, num_left_out
 
 
 def _read_step(path: Path) -> list[dict[str, Any]]:
-    records = []
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not a UTF-8 text: {error}") from error
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}:{number} is not JSON: {error}") from error
-        if not isinstance(record, dict) or not record.keys() >= FIELDS:
-            lacking = sorted(FIELDS - record.keys()) if isinstance(record, dict) else "everything"
-            raise ValueError(f"{path}:{number} is no record of a sample; it lacks {lacking}")
-        records.append(record)
+    """The records of a file, null in place of NaN and infinities: a browser's JSON does not have them."""
+    loads = partial(json.loads, parse_constant=lambda _: None, parse_float=_finite)
+    records = read_jsonl(path, loads=loads)
+    for number, record in enumerate(records, start=1):
+        where = f"{path}:{number} is no record of a sample"
+        if lacking := sorted(FIELDS.keys() - record.keys()):
+            raise ValueError(f"{where}; it lacks {lacking}")
+        if wrong := [name for name, kinds in FIELDS.items() if not isinstance(record[name], kinds)]:
+            raise ValueError(f"{where}; {wrong[0]} is {record[wrong[0]]!r:.100}")
+        if not record["versions"] or not all(map(_is_run, record["versions"])):
+            raise ValueError(f"{where}; versions is {record['versions']!r:.100}, expected [version, tokens] pairs")
     return records
+
+
+def _is_run(found: Any) -> bool:
+    return isinstance(found, list) and len(found) == 2 and all(map(is_finite, found))
+
+
+def _finite(text: str) -> float | None:
+    return float(text) if is_finite(float(text)) else None

@@ -223,7 +223,7 @@ class NodeRun:
             self.records.write(stage.name, True, stage.command, files_of(stage.command))
 
     def _run_stage(self, stage: Stage) -> None:
-        """Run one stage to its end; RunFailed when it fails."""
+        """Run one stage to its end; RunFailed when it fails, or a line that says why where it is optional."""
         self._title(stage.title)
         if stage.skip_reason is not None:
             self.console.print(f"nothing to do: {stage.skip_reason}", highlight=False)
@@ -231,10 +231,13 @@ class NodeRun:
         started = time.monotonic()
         pid, status, log = self._run_command(stage, self.environment)
         if status != 0:
-            if has_full_disk(written_folders(self.job.config)) or tells_of_full_disk(last_lines(log)):
-                raise RunFailed(self._disk_full_line())
+            is_full = has_full_disk(written_folders(self.job.config)) or tells_of_full_disk(last_lines(log))
             problem = f"stage {stage.title} (pid {pid}) {how_it_ended(status)}; its output is in {log}"
-            raise RunFailed(nodes.problem_in(log) or problem)
+            if stage.is_optional:
+                why = self._disk_full_line() if is_full else last_lines(log, 1) or "it printed nothing"
+                self.print(f"{problem}. The training is complete, only this is not: {why}", "yellow")
+                return
+            raise RunFailed(self._disk_full_line() if is_full else nodes.problem_in(log) or problem)
         self.console.print(f"{stage.title} done in {time.monotonic() - started:.1f} s", style="green")
 
     def _run_driver(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from recipes.common.launcher.job import (
@@ -19,12 +19,13 @@ from recipes.common.launcher.job import (
 
 @dataclass(frozen=True)
 class Stage:
-    """One command of the run; a stage with a ``skip_reason`` has none."""
+    """One command of the run; a stage with a ``skip_reason`` has none, one that is optional may fail."""
 
     name: str
     title: str
     command: tuple[str, ...] = ()
     skip_reason: str | None = None
+    is_optional: bool = False
 
     def shown(self) -> str:
         """The command as a line for a shell; the reason as a comment where there is none."""
@@ -150,7 +151,7 @@ def closing_stages(job: Job) -> list[Stage]:
     report = module_stage("report", "Results", "tools.report", "--run-dir", job.settings.output_dir)
     is_trained = not job.config.trainer.rollout_only
     export = [_export_stage(job)] if job.settings.recipe.converts_back and is_trained else []
-    return [*export, report]
+    return [*export, replace(report, is_optional=True)]  # the training is done and saved, whatever becomes of it
 
 
 def _export_stage(job: Job) -> Stage:
