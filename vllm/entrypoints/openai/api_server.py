@@ -218,9 +218,11 @@ class ApiServer:
 
 def _into(result: Future[None], call: Callable[[], None]) -> None:
     try:
-        result.set_result(call())
+        call()
     except BaseException as error:  # who waits for the result gets it
         result.set_exception(error)
+    else:
+        result.set_result(None)
 
 
 @contextmanager
