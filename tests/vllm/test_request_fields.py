@@ -134,6 +134,7 @@ def test_null_stands_for_the_default_of_every_field(ask: Any, route: str) -> Non
 
 def test_tools_are_taken_where_they_change_nothing(client: openai.OpenAI, ask: Any) -> None:
     plain = ask(CHAT)
+    fields: dict[str, Any]
     for fields in (
         {"tools": []},
         {"tools": [], "tool_choice": "auto", "parallel_tool_calls": False},

@@ -120,6 +120,13 @@ def build_app(engine: AsyncLLM, args: ServerArgs) -> FastAPI:
         fields.add(body, request.scope)
         return await tokenization.create_detokenize(body)
 
+    _add_state_routes(app, engine, metrics, completion.model_names[0])
+    return app
+
+
+def _add_state_routes(app: FastAPI, engine: AsyncLLM, metrics: ServerMetrics, model_name: str) -> None:
+    """What a load balancer and a monitor ask for."""
+
     @app.get("/version")
     async def show_version() -> dict[str, str]:
         return {"version": __version__}
@@ -135,11 +142,7 @@ def build_app(engine: AsyncLLM, args: ServerArgs) -> FastAPI:
     @app.get("/metrics")
     async def show_metrics() -> Response:
         gauges, counters = _engine_numbers(engine)
-        return PlainTextResponse(
-            metrics.text(completion.model_names[0], gauges, counters), media_type="text/plain; version=0.0.4"
-        )
-
-    return app
+        return PlainTextResponse(metrics.text(model_name, gauges, counters), media_type="text/plain; version=0.0.4")
 
 
 def _engine_numbers(engine: AsyncLLM) -> tuple[dict[str, float], dict[str, float]]:
@@ -221,9 +224,10 @@ class ApiServer:
 def _into(result: Future[None], call: Callable[[], None]) -> None:
     try:
         call()
-        result.set_result(None)
     except BaseException as error:  # who waits for the result gets it
         result.set_exception(error)
+    else:
+        result.set_result(None)
 
 
 @contextmanager
