@@ -162,22 +162,26 @@ LANDLOCK, UNSHARE, PRCTL = 444, 272, 157
 @pytest.mark.timeout(60)
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers of the calls are those of x86_64")
 @pytest.mark.parametrize(
-    "is_root, taken, says",
+    "is_root, taken, variables, says",
     [
+        # root in a container without namespaces, on a kernel of openEuler 22.03
+        (True, (LANDLOCK, UNSHARE), {}, "does not hold on this machine: it can read other files"),
+        (True, (LANDLOCK, UNSHARE), {"VERL_SANDBOX_MAY_READ": "1"}, "holds\nlimits, no capabilities, seccomp"),
+        (True, (LANDLOCK,), {}, "holds\nlimits, namespaces, own root, no capabilities, seccomp"),
+        (False, (UNSHARE,), {}, "holds\nlimits, landlock, no capabilities, seccomp"),
+        (False, (LANDLOCK,), {}, "holds\nlimits, namespaces, own root, no capabilities, seccomp"),
+        (False, (LANDLOCK, UNSHARE), {}, "does not hold on this machine: it can read"),
         (
-            True,
+            False,
             (LANDLOCK, UNSHARE),
-            "holds\nlimits, no capabilities, seccomp",
-        ),  # root in a container without namespaces
-        (True, (LANDLOCK,), "holds\nlimits, namespaces, no capabilities, seccomp"),
-        (False, (UNSHARE,), "holds\nlimits, landlock, no capabilities, seccomp"),
-        (False, (LANDLOCK,), "holds\nlimits, namespaces, no capabilities, seccomp"),
-        (False, (LANDLOCK, UNSHARE), "does not hold on this machine: it can read its parent's environment"),
-        (True, (PRCTL,), "does not start on this machine: OSError"),
+            {"VERL_SANDBOX_MAY_READ": "1"},
+            "does not hold on this machine: it can read its parent's environment",
+        ),
+        (True, (PRCTL,), {}, "does not start on this machine: OSError"),
     ],
 )
 def test_where_the_kernel_offers_too_little_programs_are_refused(
-    is_root: bool, taken: tuple[int, ...], says: str
+    is_root: bool, taken: tuple[int, ...], variables: dict[str, str], says: str
 ) -> None:
     if is_root and os.getuid():
         pytest.skip("needs root")
@@ -189,11 +193,29 @@ def test_where_the_kernel_offers_too_little_programs_are_refused(
     shown = subprocess.run(
         [_python_for(user), "-m", "tests.verl.without_system_calls", str(user), *map(str, taken)],
         cwd=ROOT,
+        env={**os.environ, **variables},
         capture_output=True,
         text=True,
         timeout=50,
     )
     assert says in shown.stdout, shown.stdout + shown.stderr
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers of the calls are those of x86_64")
+def test_without_landlock_a_program_has_its_packages_and_no_other_file(tmp_path: Path) -> None:
+    secret = tmp_path / "test.parquet"
+    secret.write_text("expected output")
+    program = "import decimal, json, numpy, os\nprint(numpy.arange(3).sum(), decimal.Decimal(2), os.listdir('/'))\n"
+    program += f"for path in ({str(secret)!r}, '/etc/passwd', '/proc/1/environ', {str(ROOT / 'pyproject.toml')!r}):\n"
+    program += "    try:\n        print(open(path).read(1))\n    except OSError as error:\n        print(error.errno)\n"
+    code = f"from tests.verl.without_system_calls import *; take_away([{LANDLOCK}])\n"
+    code += f"from verl.utils.reward_score.sandbox import *\nprint(sandbox_layers())\nprint(run_program({program!r}))"
+    shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=50)
+    if "namespaces" not in shown.stdout:
+        pytest.skip("this machine lets no user make namespaces")
+    assert "own root" in shown.stdout and "status='ok'" in shown.stdout, shown.stdout + shown.stderr
+    assert "3 2 [" in shown.stdout and "2\\n2\\n2\\n2\\n" in shown.stdout, "ENOENT for every file outside"
 
 
 @pytest.mark.timeout(60)

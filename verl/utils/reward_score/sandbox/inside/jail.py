@@ -48,11 +48,15 @@ def lock(settings: dict[str, Any]) -> list[str]:
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         resource.setrlimit(number, (limit, limit))
     layers = ["limits"]
-    if privileges.leave_namespaces():
+    uid, gid = os.getuid(), os.getgid()
+    has_namespaces = privileges.leave_namespaces()
+    if has_namespaces:
         layers.append("namespaces")
     privileges.forbid_new_privileges()
     if privileges.restrict_files(settings["readable"]):
         layers.append("landlock")
+    elif has_namespaces and privileges.enter_own_root(settings["readable"], uid, gid):
+        layers.append("own root")
     if privileges.drop_capabilities():
         layers.append("no capabilities")
     privileges.end_with(settings["parent"])  # after the steps that change what this process may: they undo it

@@ -1,6 +1,7 @@
-"""Rights that a process can give up by itself: shared namespaces, capabilities, outliving its parent, files (Landlock).
+"""Rights that a process can give up by itself: shared namespaces, capabilities, outliving its parent, files.
 
-Landlock lets a process read what is beneath a few folders and write nothing (Linux 5.13 and later).
+Landlock lets a process read what is beneath a few folders and write nothing (Linux 5.13 and later). Without it a root
+directory of the process's own has these folders and nothing else, where users may make namespaces.
 """
 
 from __future__ import annotations
@@ -22,6 +23,11 @@ _PR_CAPBSET_DROP = 24
 _PR_SET_SECUREBITS = 28
 _SECBITS_NO_ROOT_LOCKED = 0b1111  # root by number alone gets no capability back, and this cannot be undone
 _CAPABILITY_VERSION_3 = 0x20080522
+_CLONE_NEWNS = 0x00020000
+_MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 1 << 1, 1 << 2, 1 << 12, 1 << 14, 1 << 18
+_MNT_DETACH = 2
+_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}.get(os.uname().machine, -1)
+_NEW_ROOT = "/tmp"  # a folder that is there; only this process sees what covers it
 _CLONE_NEWUTS, _CLONE_NEWIPC, _CLONE_NEWUSER, _CLONE_NEWNET = 0x04000000, 0x08000000, 0x10000000, 0x40000000
 
 # The three calls have the same numbers on every machine.
@@ -52,6 +58,52 @@ def end_with(parent: int) -> None:
 def leave_namespaces() -> bool:
     """Moves this process into an empty network and namespaces of its own for users and IPC; False where not allowed."""
     return _libc().unshare(_CLONE_NEWUSER | _CLONE_NEWNET | _CLONE_NEWIPC | _CLONE_NEWUTS) == 0
+
+
+def enter_own_root(readable: Sequence[str], uid: int, gid: int) -> bool:
+    """Makes a root directory that has only ``readable``; False where not allowed.
+
+    Needs ``leave_namespaces``; ``uid`` and ``gid`` are the process's from before that.
+    """
+    libc = _libc()
+    try:
+        for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
+        _checked(libc.unshare(_CLONE_NEWNS), "mount namespace")
+        _mount(libc, "none", "/", None, _MS_REC | _MS_PRIVATE)
+        # Opened before the new root covers a folder; what lies in another one of them is there with it.
+        folders = [path for path in readable if os.path.exists(path)]
+        folders = [path for path in folders if not any(path.startswith(f"{other}/") for other in folders)]
+        sources = [(path, os.open(path, os.O_PATH | os.O_CLOEXEC)) for path in folders]
+        _mount(libc, "none", _NEW_ROOT, "tmpfs", _MS_NOSUID | _MS_NODEV)
+        for path, descriptor in sources:
+            _show(libc, path, descriptor)
+        os.chdir(_NEW_ROOT)
+        _checked(libc.syscall(_PIVOT_ROOT, b".", b"."), "pivot_root")
+        _checked(libc.umount2(b".", _MNT_DETACH), "umount2")
+        os.chdir("/")
+    except OSError:
+        return False
+    return True
+
+
+def _show(libc: ctypes.CDLL, path: str, descriptor: int) -> None:
+    """Binds what ``descriptor`` is of to the same path beneath the new root, and closes it."""
+    target = _NEW_ROOT + path
+    source = f"/proc/self/fd/{descriptor}"
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    if os.path.isdir(source):
+        os.makedirs(target, exist_ok=True)
+    else:
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC))
+    _mount(libc, source, target, None, _MS_BIND | _MS_REC)
+    os.close(descriptor)
+
+
+def _mount(libc: ctypes.CDLL, source: str, target: str, kind: str | None, flags: int) -> None:
+    given = [None if text is None else text.encode() for text in (source, target, kind)]
+    _checked(libc.mount(*given, ctypes.c_ulong(flags), None), f"mount {target}")
 
 
 def drop_capabilities() -> bool:
