@@ -6,8 +6,7 @@ Both give the same bits. ``CC`` names another compiler, ``XDG_CACHE_HOME`` anoth
 from __future__ import annotations
 
 import ctypes
-import os
-import shutil
+import logging
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,12 +19,17 @@ import torch
 from torch import Tensor
 
 from hf_formats.fp8 import BLOCK, Fp8Blocks, row_scales
-from megatron.core.ops.cpu.build import compiled, target_flags
+from hf_formats.native_build import NativeBuild, compiler_of
+from megatron.core.ops.cpu.build import target_flags
+from megatron.core.ops.cpu.instructions import instructions
 from mindspeed_llm.weight_source import CopyValues, Origin, copy_values
+
+logger = logging.getLogger(__name__)
 
 KernelsName = Literal["native", "torch"]
 _SOURCE = Path(__file__).with_name("kernels.c")
-_FLAGS = ("-std=c11", "-O3", "-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno", "-shared", "-fPIC")
+_FLAGS = ("-std=c11", "-O3", "-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno", "-fPIC")
+_LIMIT_S = 120.0  # for one short file
 _CRC_LEAST = 64
 _P, _L = ctypes.c_void_p, ctypes.c_long
 
@@ -39,10 +43,28 @@ class Kernels:
 
 
 def choose_kernels(asked: Literal["auto", "native", "torch"]) -> KernelsName:
-    """``asked``; "auto" is native where there is a compiler. Builds the library now, so that a failure shows early."""
-    name: KernelsName = "torch" if asked == "torch" or (asked == "auto" and not _has_compiler()) else "native"
-    load_kernels(name)
-    return name
+    """``asked``; "auto" is native where they can be built, else torch, with a warning.
+
+    It builds the library now, so that a failure shows early; all processes of a node share one build.
+    """
+    if asked != "auto":
+        load_kernels(asked)
+        return asked
+    problem = _build_problem(compiler_of("CC", "cc"))
+    if problem is None:
+        return "native"
+    logger.warning("weights are copied by torch, with the same bits and several times slower: %s", problem)
+    return "torch"
+
+
+@cache
+def _build_problem(compiler: tuple[str, ...]) -> str | None:
+    """Why ``compiler`` does not build the library; it is asked once."""
+    try:
+        load_kernels("native")
+    except ValueError as problem:
+        return str(problem)
+    return None
 
 
 def load_kernels(name: KernelsName) -> Kernels:
@@ -95,7 +117,7 @@ def _transpose(target: Tensor, values: Tensor) -> None:
 
 @cache
 def _library() -> ctypes.CDLL:
-    library = ctypes.CDLL(str(_build()))
+    library = _load()
     library.dequantize_rows.argtypes, library.dequantize_rows.restype = [_P, _L, _P, _L, _L, _P, _L], None
     library.transpose16.argtypes, library.transpose16.restype = [_P, _L, _L, _L, _P, _L], None
     if hasattr(library, "crc32_blocks"):
@@ -103,19 +125,18 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-def _build() -> Path:
-    compiler = os.environ.get("CC", "cc")
-    if not _has_compiler():
-        raise ValueError(
-            f"native kernels need a C compiler, and {compiler!r} is not found: install it, set CC or --kernels torch"
-        )
-    command = [compiler, *_FLAGS, *target_flags()]
-    advice = "set CC to gcc 12, clang or newer, or give --kernels torch"
+def _load() -> ctypes.CDLL:
+    build = NativeBuild(
+        what="native kernels",
+        compiler=compiler_of("CC", "cc"),
+        flags=(*_FLAGS, *target_flags()),
+        sources=(_SOURCE,),
+        facts=tuple(sorted(instructions())),
+        folder="mindspeed_llm",
+        advice="set CC to gcc 12, clang or newer, or give --kernels torch",
+        limit_s=_LIMIT_S,
+    )
     try:
-        return compiled(command, [_SOURCE], "mindspeed_llm", advice)
+        return build.load()
     except RuntimeError as refused:
         raise ValueError(str(refused)) from refused
-
-
-def _has_compiler() -> bool:
-    return shutil.which(os.environ.get("CC", "cc")) is not None

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
 from megatron.core.ops import TrainOps, reference_ops
-from megatron.core.ops.cpu import cpu_ops
+from megatron.core.ops.cpu import build, cpu_ops
+from megatron.core.ops.cpu.build import run
 from megatron.core.ops.cpu.instructions import multiplies_bfloat16
 from megatron.core.ops.reference_attention import whole_sequence_attention
 from tests.compiler import HAS_COMPILER, needs_compiler
@@ -198,6 +200,23 @@ def test_without_a_compiler_the_table_says_reference(monkeypatch: pytest.MonkeyP
     for name in (*names, "log_sum_exp", "cross_entropy_grad"):
         assert ops.names[name] == "reference" and getattr(ops, name) is getattr(REFERENCE, name)
     assert ops.names["matmul"] == "native" and (CPU.names["rms_norm"] == "native") == HAS_COMPILER
+
+
+def test_with_a_broken_compiler_the_table_and_a_warning_say_reference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiler = tmp_path / "g++"
+    compiler.write_text("#!/bin/sh\necho too old >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "_kernels", build._kernels.__wrapped__)  # as in a process that has none yet
+    for _ in range(2):
+        ops = cpu_ops()
+    assert ops.names["rms_norm"] == "reference" and ops.rms_norm is REFERENCE.rms_norm
+    assert "several times slower" in caplog.messages[0] and "too old" in caplog.messages[0]
+    with pytest.raises(RuntimeError, match="too old"):
+        run("rms_norm", torch.float32)
 
 
 @pytest.mark.parametrize("weight_dtype", [None, torch.float32, torch.bfloat16])

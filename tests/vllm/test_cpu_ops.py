@@ -19,6 +19,7 @@ from tests.npu.rollout_op_cases import CASES, SMALL
 from tests.tiny_models import write_model
 from vllm import LLM, SamplingParams
 from vllm.ops.contract import DecodeMetadata, PrefillMetadata, RolloutOps, SamplingBatch, resolve
+from vllm.ops.cpu import build
 from vllm.ops.cpu.build import _build, instructions
 from vllm.ops.cpu.calls import Bfloat16Products
 from vllm.ops.cpu.table import best_products, cpu_table
@@ -329,3 +330,19 @@ def test_without_a_compiler_the_default_is_the_reference_and_says_so(
     table = resolve(resolve_platform("cpu").rollout_ops)
     assert set(table.implementations.values()) == {"reference"}
     assert "no C++ compiler" in caplog.text
+
+
+def test_with_a_broken_compiler_the_default_is_the_reference_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiler = tmp_path / "g++"
+    compiler.write_text("#!/bin/sh\necho too old >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "kernels", build.kernels.__wrapped__)  # as in a process that has none yet
+    table = resolve(resolve_platform("cpu").rollout_ops)
+    assert set(table.implementations.values()) == {"reference"}
+    assert "several times slower" in caplog.text and "too old" in caplog.text
+    with pytest.raises(RuntimeError, match="too old"):  # what was asked for by name
+        build.kernels()

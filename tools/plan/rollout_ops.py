@@ -23,7 +23,7 @@ from verl.workers.config import RolloutConfig
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.ops import reference
 from vllm.ops.contract import KVCache, RolloutOps, SampledTokens, SamplingBatch
-from vllm.ops.cpu.build import has_compiler
+from vllm.ops.cpu.build import kernels_problem
 from vllm.ops.cpu.table import best_products, cpu_table
 from vllm.ops.cuda.exchange import is_gathered
 from vllm.ops.cuda.table import cuda_table
@@ -95,7 +95,9 @@ def rollout_ops(kind: str, spread: Spread, token: int, log: CollectiveLog) -> Ro
     """
     if kind == "npu":
         table = npu_ops()
-    elif kind == "cpu" and has_compiler():  # nothing is launched: the kernels would read addresses that are not mapped
+    elif (
+        kind == "cpu" and kernels_problem() is None
+    ):  # nothing is launched: the kernels would read addresses that are not mapped
         table = cpu_table(best_products(), launch=lambda name, *arguments: None)
     elif kind == "cuda":
         table = cuda_table(launch=lambda name, grid, *arguments, **options: launched())

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from hf_formats.files import write_bytes
 from verl.utils.errors import BatchError
 from verl.utils.logger.aggregate_logger import concat_dict_to_str
 from verl.utils.metrics_file import MetricsFile, console_line
@@ -135,9 +136,7 @@ class Tracking:
 
     def _write_state(self) -> None:
         if self._state_file is not None and self._runs:
-            temporary = self._state_file.with_suffix(".tmp")
-            temporary.write_text(json.dumps(self._runs))
-            os.replace(temporary, self._state_file)
+            write_bytes(self._state_file, json.dumps(self._runs).encode())
 
 
 class FileLogger:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.ops.cpu.build import has_compiler, kernels
+from vllm.ops.cpu.build import kernels, kernels_problem
 from vllm.v1.sample.rng import GOLDEN, splitmix64
 
 _HOST_PIECE_BYTES = 1 << 20  # read at a time, so that they stay in a core's caches
@@ -156,7 +156,7 @@ def _factors(hf_name: str, part_PQ: Tensor, starts: tuple[int, ...]) -> tuple[in
 
 @cache
 def _native() -> ctypes.CDLL | None:
-    return kernels() if has_compiler() else None
+    return kernels() if kernels_problem() is None else None
 
 
 def _torch_digest(part_PQ: Tensor, r_P: Tensor, c_QB: Tensor) -> Tensor:

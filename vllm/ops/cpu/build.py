@@ -7,24 +7,15 @@ torch.set_num_threads sets their number.
 from __future__ import annotations
 
 import ctypes
-import fcntl
-import hashlib
-import os
 import platform
 import re
-import shutil
-import subprocess
-import tempfile
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from struct import Struct
 
 import torch
 
-from hf_formats.cache_folder import cache_folder
+from hf_formats.native_build import NativeBuild, compiler_of, has_program
 
 SOURCES = Path(__file__).parent / "csrc"
 OTHER_TABLE = "or set rollout_ops='vllm.ops.reference:rollout_ops' (plain torch, several times slower)"
@@ -64,7 +55,7 @@ def kernels() -> ctypes.CDLL:
     Raises:
         RuntimeError: there is no compiler, or it refuses the sources.
     """
-    library = ctypes.CDLL(str(_build()))
+    library = _native_build().load()
     library.cpu_run.argtypes, library.cpu_run.restype = [_L, ctypes.c_char_p], None
     library.cpu_digest.argtypes, library.cpu_digest.restype = [_P, _P, *[_L] * 5, _P, _P], None
     library.cpu_compressed_bytes.argtypes, library.cpu_compressed_bytes.restype = [_L, _L], _L
@@ -78,7 +69,23 @@ def kernels() -> ctypes.CDLL:
 
 def has_compiler() -> bool:
     """Whether the compiler that ``kernels`` would call is there."""
-    return shutil.which(_compiler()) is not None
+    return has_program(compiler_of("CXX", "g++"))
+
+
+@cache
+def build_problem(compiler: tuple[str, ...]) -> str | None:
+    """Why ``compiler`` does not build the kernels; None when they are built and loaded."""
+    try:
+        kernels()
+    except RuntimeError as problem:
+        return str(problem)
+    return None
+
+
+def kernels_problem() -> str | None:
+    """Why there are no kernels; None when there are. It builds them if need be, and fails once for a compiler."""
+    compiler = compiler_of("CXX", "g++")
+    return build_problem(compiler) if has_compiler() else f"no C++ compiler (g++, or the one in CXX): {compiler[0]!r}"
 
 
 @cache
@@ -88,53 +95,22 @@ def instructions() -> frozenset[str]:
     return frozenset(found[1].split()) if found else frozenset()
 
 
-def _compiler() -> str:
-    return os.environ.get("CXX", "g++")
-
-
 def _build() -> Path:
-    compiler = _compiler()
-    if not has_compiler():
-        raise RuntimeError(
-            f"the CPU kernels of the rollout engine need a C++ compiler with OpenMP, and {compiler!r} is not found: "
-            f"install g++ 12 or newer, name another in CXX, {OTHER_TABLE}"
-        )
-    command, libraries = [compiler, *_FLAGS, *_target_flags()], _openmp_of_torch()
-    target = _cache_dir() / f"kernels-{_fingerprint([*command, *libraries])}.so"
-    if target.is_file():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # Built beside its place and moved there: no process loads half a file.
-    with _one_builder(target.parent), tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        if target.is_file():
-            return target
-        sources = sorted(SOURCES.glob("*.cpp"))
-        objects = [str(Path(scratch) / f"{source.stem}.o") for source in sources]
-        with ThreadPoolExecutor() as pool:  # each waits for a compiler
-            made = zip(sources, objects, strict=True)
-            list(pool.map(lambda one: _run([*command, "-c", str(one[0]), "-o", one[1]], str(one[0])), made))
-        built = Path(scratch) / "kernels.so"
-        _run([*command, "-shared", *objects, *libraries, "-o", str(built)], str(SOURCES))
-        os.replace(built, target)
-    return target
+    return _native_build().path()
 
 
-@contextmanager
-def _one_builder(folder: Path) -> Iterator[None]:
-    """Wait for a process that builds in this folder; ranks that start together would all build the same."""
-    with (folder / "building").open("w") as file:
-        with suppress(OSError):  # a file system without locks: all build, and the last one's library stays
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _run(command: list[str], source: str) -> None:
-    result = subprocess.run(command, capture_output=True, text=True)
-    if result.returncode != 0:
-        raise RuntimeError(
-            f"{command[0]} cannot build the CPU kernels ({source}): use g++ 12 or newer, {OTHER_TABLE}. It said:\n"
-            f"{result.stderr[-2000:]}"
-        )
+def _native_build() -> NativeBuild:
+    return NativeBuild(
+        what="the CPU kernels of the rollout engine",
+        compiler=compiler_of("CXX", "g++"),
+        flags=(*_FLAGS, *_target_flags()),
+        sources=tuple(sorted(SOURCES.glob("*.cpp"))),
+        headers=tuple(sorted(file for file in SOURCES.iterdir() if file.suffix != ".cpp")),
+        libraries=tuple(_openmp_of_torch()),
+        facts=tuple(sorted(instructions())),
+        folder="vllm-cpu",
+        advice=f"install g++ 12 or newer, name another in CXX, {OTHER_TABLE}",
+    )
 
 
 def _target_flags() -> list[str]:
@@ -150,16 +126,3 @@ def _openmp_of_torch() -> list[str]:
     """Link flags for the OpenMP library that torch has loaded: with another, each would keep its own threads."""
     found = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
     return ["-Wl,--as-needed", str(found[0])] if found else []
-
-
-def _fingerprint(command: list[str]) -> str:
-    digest = hashlib.sha256(repr((command, sorted(instructions()))).encode())
-    version = subprocess.run([command[0], "-dumpfullversion"], capture_output=True, text=True, check=False)
-    digest.update(version.stdout.encode())
-    for file in sorted(SOURCES.iterdir()):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()[:20]
-
-
-def _cache_dir() -> Path:
-    return cache_folder() / "r1-zero-ascend" / "vllm-cpu"

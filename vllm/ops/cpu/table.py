@@ -19,7 +19,7 @@ from torch import Tensor
 from vllm.ops import reference
 from vllm.ops.contract import RolloutOps, add_layer_at_once
 from vllm.ops.cpu.attention import LatentAttentionOps
-from vllm.ops.cpu.build import has_compiler, instructions, kernels
+from vllm.ops.cpu.build import instructions, kernels, kernels_problem
 from vllm.ops.cpu.calls import Bfloat16Products, KernelCalls, Launch
 from vllm.ops.cpu.experts import ExpertOps
 from vllm.ops.cpu.graph import launch
@@ -42,17 +42,11 @@ def rollout_ops() -> RolloutOps:
 
 
 def default_ops() -> RolloutOps:
-    """`rollout_ops` where there is a compiler; else the reference, with a warning: a machine without one still runs.
-
-    Raises:
-        RuntimeError: there is a compiler, but the kernels cannot be built.
-    """
-    if has_compiler():
+    """`rollout_ops` where a compiler builds the kernels; else the reference, with a warning: each still runs."""
+    problem = kernels_problem()
+    if problem is None:
         return rollout_ops()
-    logger.warning(
-        "no C++ compiler (g++, or the one in CXX): rollout runs on the reference ops, several times slower than on the "
-        "kernels it could build"
-    )
+    logger.warning("rollout runs on the reference ops, several times slower than on the kernels: %s", problem)
     return reference.rollout_ops()
 
 

@@ -6,13 +6,8 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
 import platform
-import shutil
-import subprocess
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_formats.cache_folder import cache_folder
+from hf_formats.native_build import NativeBuild, compiler_of, has_program
 from megatron.core.ops.cpu.instructions import instructions
 
 SOURCES = Path(__file__).with_name("csrc")
@@ -45,9 +40,22 @@ _ARGUMENTS = {
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
-def has_compiler() -> bool:
-    """Whether the compiler that builds the kernels is there."""
-    return shutil.which(_compiler()) is not None
+@cache
+def build_problem(compiler: tuple[str, ...]) -> str | None:
+    """Why ``compiler`` does not build the kernels; None when they are built and loaded."""
+    try:
+        _kernels()
+    except RuntimeError as problem:
+        return str(problem)
+    return None
+
+
+def kernels_problem() -> str | None:
+    """Why there are no kernels; None when there are. It builds them if need be, and fails once for a compiler."""
+    compiler = compiler_of("CXX", "g++")
+    if not has_program(compiler):
+        return f"there is no C++ compiler (g++, or the one in CXX: {' '.join(compiler)!r})"
+    return build_problem(compiler)
 
 
 def has_dtype(x: Tensor) -> bool:
@@ -66,7 +74,7 @@ def run(name: str, dtype: torch.dtype, *arguments: Tensor | float | None) -> Non
 @cache
 def _kernels() -> dict[str, Any]:
     """The operations of the namespace ``megatron_cpu``; the library that defines them lives as long as the process."""
-    shared = ctypes.CDLL(str(_build()))
+    shared = _build().load()
     library = torch.library.Library("megatron_cpu", "DEF")
     for name, form in _ARGUMENTS.items():
         function = getattr(shared, f"cpu_{name}")
@@ -84,55 +92,23 @@ def _call(function: Callable[..., None], *arguments: Tensor | float | None) -> N
     function(*[one.data_ptr() if isinstance(one, Tensor) else one for one in arguments])
 
 
-def _compiler() -> str:
-    return os.environ.get("CXX", "g++")
-
-
-def _build() -> Path:
+def _build() -> NativeBuild:
     # With another OpenMP library than torch's, each would keep threads of its own.
     openmp = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))[:1]
-    command = [_compiler(), *_FLAGS, *target_flags(), "-shared"]
-    advice = "use g++ 12 or newer, or train with 'megatron.core.ops.reference:reference_ops'"
-    sources, headers = sorted(SOURCES.glob("*.cpp")), sorted(SOURCES.glob("*.h"))
-    libraries = ["-Wl,--as-needed", *map(str, openmp)]
-    return compiled(command, sources, "megatron-cpu", advice, headers=headers, libraries=libraries)
+    return NativeBuild(
+        what="the CPU kernels of the training engine",
+        compiler=compiler_of("CXX", "g++"),
+        flags=(*_FLAGS, *target_flags()),
+        sources=tuple(sorted(SOURCES.glob("*.cpp"))),
+        headers=tuple(sorted(SOURCES.glob("*.h"))),
+        libraries=("-Wl,--as-needed", *map(str, openmp)),
+        facts=tuple(sorted(instructions())),
+        folder="megatron-cpu",
+        advice="install g++ 12 or newer, or train with 'megatron.core.ops.reference:reference_ops'",
+    )
 
 
 def target_flags() -> tuple[str, ...]:
     """A compiler's options for this processor."""
     is_x86 = platform.machine() in ("x86_64", "AMD64")
     return ("-march=native", "-mprefer-vector-width=512") if is_x86 else ("-mcpu=native",)
-
-
-def compiled(
-    command: list[str],
-    sources: Sequence[Path],
-    folder: str,
-    advice: str,
-    *,
-    headers: Sequence[Path] = (),
-    libraries: Sequence[str] = (),
-) -> Path:
-    """Return the library that ``command`` makes of ``sources``: from the user's cache, or built into it.
-
-    Libraries are kept by what is in the files, wherever these are.
-
-    Raises:
-        RuntimeError: the compiler refuses them; ``advice`` says what can be done.
-    """
-    facts = repr((command, list(libraries), sorted(instructions()))).encode()
-    facts += b"".join(file.read_bytes() for file in (*sources, *headers))
-    target = cache_folder() / "r1-zero-ascend" / folder / f"kernels-{hashlib.sha256(facts).hexdigest()[:20]}.so"
-    if target.is_file():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # Built beside its place and moved there: processes that build at the same time never load half a file.
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        built = Path(scratch) / "kernels.so"
-        made = [*command, *map(str, sources), *libraries, "-o", str(built)]
-        result = subprocess.run(made, capture_output=True, text=True)
-        if result.returncode != 0:
-            said = result.stderr[-2000:]
-            raise RuntimeError(f"{command[0]} cannot build {sources[0].parent}; {advice}. It said:\n{said}")
-        os.replace(built, target)
-    return target

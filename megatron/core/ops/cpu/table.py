@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +14,12 @@ from megatron.core.ops.contract import TrainOps
 from megatron.core.ops.cpu import rows, vocab
 from megatron.core.ops.cpu.adamw import adamw_step
 from megatron.core.ops.cpu.attention import core_attention, shared_prompt_attention
-from megatron.core.ops.cpu.build import has_compiler
+from megatron.core.ops.cpu.build import kernels_problem
 from megatron.core.ops.cpu.instructions import is_widened
 from megatron.core.ops.reference import reference_ops
 from megatron.core.ops.reference_moe import GroupedMatmulFunction
+
+logger = logging.getLogger(__name__)
 
 # float32 copies and their products are made in parts of about this many elements (64 MiB), at least so many rows or
 # columns of them: the logits of a large vocabulary would otherwise take more memory than all the layers.
@@ -27,10 +30,14 @@ def cpu_ops() -> TrainOps:
     """Matmuls in float32 where bfloat16 has no instruction; AdamW in one pass.
 
     With a C++ compiler there are kernels for attention, norms, SwiGLU, rotary positions, the order of tokens by expert,
-    sums over logits and AdamW; without one these are the reference, AdamW torch's, and the table says so.
+    sums over logits and AdamW. Without one that builds them these are the reference, AdamW torch's: the table and a
+    warning say so.
     """
     native: dict[str, Any] = {"matmul": matmul, "grouped_matmul": grouped_matmul, "adamw_step": fused_adamw.adamw_step}
-    if has_compiler():
+    problem = kernels_problem()
+    if problem is not None:
+        logger.warning("training runs on the reference ops, several times slower than on the kernels: %s", problem)
+    else:
         names = ("rms_norm", "swiglu", "rotary_interleaved", "token_permute", "token_unpermute")
         native |= {"core_attention": core_attention, "shared_prompt_attention": shared_prompt_attention}
         native["adamw_step"] = adamw_step
