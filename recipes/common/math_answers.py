@@ -154,9 +154,8 @@ def _uncounted(answer: str) -> str:
 
 def _equal_pieces(given: str, truth: str) -> bool:
     """As ``_equal``, of lists and matrices piece by piece, and of what the parser must decide."""
-    matrices = matrix(given), matrix(truth)
-    if matrices[0] is not None and matrices[1] is not None:
-        (kind, cells), (true_kind, true_cells) = matrices
+    if (of_given := matrix(given)) is not None and (of_truth := matrix(truth)) is not None:
+        (kind, cells), (true_kind, true_cells) = of_given, of_truth
         has_form = kind == true_kind and list(map(len, cells)) == list(map(len, true_cells))
         return has_form and all(_in_order(*rows) for rows in zip(cells, true_cells, strict=True))
     lists = pieces(given), pieces(truth)
