@@ -158,9 +158,8 @@ def _equal_pieces(given: str, truth: str) -> bool:
         (kind, cells), (true_kind, true_cells) = of_given, of_truth
         has_form = kind == true_kind and list(map(len, cells)) == list(map(len, true_cells))
         return has_form and all(_in_order(*rows) for rows in zip(cells, true_cells, strict=True))
-    lists = pieces(given), pieces(truth)
-    if lists[0] is not None and lists[1] is not None:
-        (brackets, found), (true_brackets, wanted) = lists
+    if (found_in := pieces(given)) is not None and (wanted_in := pieces(truth)) is not None:
+        (brackets, found), (true_brackets, wanted) = found_in, wanted_in
         if brackets == true_brackets and len(found) == len(wanted):
             return _in_any_order(found, wanted) if brackets in ("", "\\{\\}") else _in_order(found, wanted)
     return is_small(given) and is_small(truth) and _math_equal(given, truth)
