@@ -14,6 +14,7 @@ import os
 import platform
 import time
 from dataclasses import asdict
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 
 import torch
@@ -35,7 +36,11 @@ from tools.gpu_day.rows import (
 
 LEAST_S = 5.0  # left of the day, below which no part begins
 # Each part begins as a copy of a process that has only imported torch: no device, no threads yet.
-_PROCESSES = multiprocessing.get_context(start_method())
+_PROCESSES: ForkServerContext | SpawnContext = (
+    multiprocessing.get_context("forkserver")
+    if start_method() == "forkserver"
+    else multiprocessing.get_context("spawn")
+)
 _PROCESSES.set_forkserver_preload(["torch", "triton"])
 
 
