@@ -1,18 +1,23 @@
 """Tokenizers of the kinds that published models have, trained on the spot: of Qwen's, Llama 3's and Llama 2's kind.
 
 They have what makes each kind different: how text is cut before BPE, what stands for a byte, the special tokens and
-their places, the chat template, what the tokenizer adds by itself to a text. Only the vocabulary is small.
+their places, the chat template, what the tokenizer adds by itself to a text. Only the vocabulary is small. Slow tests
+take the published ones of DeepSeek-V3, Qwen3 and Llama 3 too.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from tests.published import tokenizer_folder
 
 TEXTS = (
     "What is 3 + 4? The answer is 7, so the final answer is #### 7.",
@@ -56,6 +61,24 @@ class Kind:
         ends = [tokenizer.token_to_id(end) for end in self.ends]
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
         return int(tokenizer.get_vocab_size())
+
+
+@dataclass(frozen=True)
+class Published(Kind):
+    """One of ``published.TOKENIZERS``, by its name: its files are written as they are."""
+
+    name: str = ""
+
+    def write(self, folder: Path, whole_tokens: Sequence[str] = (), *, are_special: bool = False) -> int:
+        shutil.copytree(tokenizer_folder(self.name), folder, dirs_exist_ok=True)
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        ends = [tokenizer.token_to_id(end) for end in self.ends]
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+        return int(tokenizer.get_vocab_size())
+
+
+def _published(name: str, bos: str | None, ends: tuple[str, ...], turn: str) -> Published:
+    return Published(Tokenizer, special=(), bos=bos, ends=ends, template="", turn=turn, config={}, name=name)
 
 
 def _byte_level(special: Sequence[str], numbers: str, normalizer: Any, bos: str | None) -> Tokenizer:
@@ -109,7 +132,7 @@ _LLAMA3 = (
 )
 _LLAMA2 = ("<unk>", "<s>", "</s>")
 
-KINDS = {
+KINDS: dict[str, Kind] = {
     "qwen": Kind(
         lambda: _byte_level(_QWEN, r"\p{N}", normalizers.NFC(), None),
         special=_QWEN,
@@ -160,3 +183,26 @@ KINDS = {
         config={"eos_token": "</s>", "unk_token": "<unk>", "clean_up_tokenization_spaces": False},
     ),
 }
+
+_LLAMA3_TURN, _LLAMA3_ENDS = KINDS["llama3"].turn, ("<|end_of_text|>", "<|eot_id|>")
+PUBLISHED = {
+    "published deepseek_v3": _published(
+        "deepseek_v3",
+        "<｜begin▁of▁sentence｜>",
+        ("<｜end▁of▁sentence｜>",),
+        "<｜begin▁of▁sentence｜><｜User｜>{}<｜Assistant｜>",
+    ),
+    "published qwen3": _published("qwen3", None, ("<|im_end|>", "<|endoftext|>"), KINDS["qwen"].turn),
+    "published llama3": _published("llama3", "<|begin_of_text|>", _LLAMA3_ENDS, _LLAMA3_TURN),
+    "published llama3_1": _published("llama3_1", "<|begin_of_text|>", _LLAMA3_ENDS, _LLAMA3_TURN),
+}
+NAMES = [*KINDS, *(pytest.param(name, marks=pytest.mark.slow) for name in PUBLISHED)]
+NAMES_AND_ENDS = [
+    *((name, end) for name, kind in KINDS.items() for end in kind.ends),
+    *(pytest.param(name, end, marks=pytest.mark.slow) for name, kind in PUBLISHED.items() for end in kind.ends),
+]
+NAMES_AND_TAGS = [
+    *((name, tags) for name in KINDS for tags in TAGS),
+    *(pytest.param(name, "several tokens", marks=pytest.mark.slow) for name in PUBLISHED),  # as they are
+]
+KINDS |= PUBLISHED

@@ -6,10 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.published import smollm2
 from tests.ray_workers import forked_workers
-from tools.bench import data_plane, scale, step, train
+from tools.bench import data_plane, scale, step, threads, train
 from tools.bench.models import Batch, matmul_flops, mixed_lengths, parsed, small_config
+from verl.utils.cores import usable_cores
 
 TINY = "--hidden-size 64 --num-layers 2 --num-experts 8 --vocab-size 64 --tokens 96 --length 32 --micro-tokens 64"
 
@@ -31,6 +34,31 @@ def test_training_beside_transformers(tmp_path: Path, capsys: pytest.CaptureFixt
     # Random ids, nearly untrained: every engine and every way to batch sees a loss of about ln(64).
     assert all(row["losses"][-1] == pytest.approx(4.16, abs=0.3) for row in rows)
     assert "x peak memory" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(usable_cores() < 2, reason="a second thread needs a second core")
+def test_a_published_model_gains_from_a_second_thread_as_its_products_do(tmp_path: Path) -> None:
+    file = tmp_path / "threads.json"
+    before = torch.get_num_threads()
+    try:
+        assert threads.main(["--model", str(smollm2()), "--json", str(file)]) == 0
+    finally:
+        torch.set_num_threads(before)
+    rows = {row["work"]: row for row in json.loads(file.read_text())}
+    print({name: (row["gain"], row["of linear"]) for name, row in rows.items()})
+    if (others := rows["update"]["others"]) > 0.1:
+        pytest.skip(f"other processes took {others:.2f} cores: threads that wait for each other cannot be timed")
+    assert all(rows[name]["of linear"] >= 0.85 for name in ("generation", "update")), rows
+
+
+def test_threads_that_are_not_there_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert threads.main(["--model", str(tmp_path), "--threads", str(usable_cores() + 1)]) == 2
+    assert threads.main(["--model", str(tmp_path), "--threads", "1"]) == 2
+    said = capsys.readouterr().err
+    assert f"this process may use {usable_cores()} CPUs" in said and said.count("no config.json") == 2
+    assert "--threads 1: the gain" in said
 
 
 @pytest.mark.slow

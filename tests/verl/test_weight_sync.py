@@ -18,6 +18,7 @@ from mindspeed_llm.weight_plan import local_plan
 from mindspeed_llm.weight_source import fill
 from tests.mindspeed_llm.tiny import tiny_hf_config, tiny_qwen3_config, write_tiny_checkpoint
 from tests.parallel.launcher import run_ranks
+from tests.published import smollm2
 from tests.vllm.fp8_tiny import WIDE
 from verl.workers.config import RolloutConfig
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
@@ -177,6 +178,16 @@ def test_engines_hold_the_trainer_s_weights(name: str, tmp_path: Path) -> None:
     for rank, seen in enumerate(run_ranks(synced, world_size, str(tmp_path), asdict(layout), dtype, settings, first)):
         assert seen["differences"] == []
         assert (seen["received"] == 0) == (rank < first) and seen["received"] <= seen["held"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_engines_hold_a_published_model() -> None:
+    """SmolLM2 from two stages to two replicas and to three ranks of a replica, a key head on each."""
+    for world_size, layout, tp in ((2, ParallelLayout(2, 1, 2), 1), (3, ParallelLayout(3, 3), 3)):
+        settings = {"tensor_model_parallel_size": tp, "dtype": "bfloat16", "enable_expert_parallel": False}
+        found = run_ranks(synced, world_size, str(smollm2()), asdict(layout), "float32", settings, 0, timeout_s=500)
+        assert [seen["differences"] for seen in found] == [[]] * world_size
 
 
 def flipped(path: str, sizes: dict[str, Any], num_flips: int) -> list[str]:

@@ -8,8 +8,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
-from tests.real_tokenizers import CLOSE, KINDS, OPEN, TAGS
+from tests.real_tokenizers import CLOSE, KINDS, NAMES, NAMES_AND_ENDS, NAMES_AND_TAGS, OPEN, PUBLISHED, TAGS
 from tests.vllm.parrot import write_successors
 from tests.vllm.tiny import write_checkpoint
 from vllm import LLM, SamplingParams
@@ -19,7 +20,8 @@ from vllm.transformers_utils.tokenizer import get_tokenizer
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 QUESTION = "x = 2?"
-ANSWER = "<think>halfé</think>🙂 is 中 answer."  # no token twice, with any of these tokenizers
+ANSWER = "<think>halfé</think>🙂 is 中 answer."  # no token twice, with any tokenizer that has tokens for the tags
+WITHOUT_TAGS = "halfé🙂 is 中 answer."
 TEXTS = (
     ANSWER,
     "Hello , world . She did n't see , did she ?",
@@ -29,8 +31,7 @@ TEXTS = (
 )
 
 
-@pytest.mark.parametrize("tags", TAGS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "tags"), NAMES_AND_TAGS)
 def test_growing_text_is_the_text_of_all_tokens(kind: str, tags: str, tmp_path: Path) -> None:
     whole_tokens, are_special = TAGS[tags]
     KINDS[kind].write(tmp_path, whole_tokens, are_special=are_special)
@@ -47,7 +48,7 @@ def test_growing_text_is_the_text_of_all_tokens(kind: str, tags: str, tmp_path: 
                 assert at_once == text + KINDS[kind].ends[0], "no space is lost or added"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", NAMES)
 def test_growing_text_of_any_tokens(kind: str, tmp_path: Path) -> None:
     """Also of no text: only bytes in a row that are no characters have another text where a token is a byte."""
     num_tokens = KINDS[kind].write(tmp_path, (OPEN, CLOSE))
@@ -62,17 +63,18 @@ def test_growing_text_of_any_tokens(kind: str, tmp_path: Path) -> None:
             assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=skips)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", NAMES)
 def test_a_character_that_is_cut_off_spoils_no_other(kind: str, tmp_path: Path) -> None:
     KINDS[kind].write(tmp_path)
     tokenizer = get_tokenizer(str(tmp_path))
-    *most, _, _ = tokenizer.encode("ab日本", add_special_tokens=False)
+    whole = tokenizer.encode("ab日", add_special_tokens=False)
+    *most, _ = tokenizer.encode("ab日𒀀", add_special_tokens=False)[: len(whole) + 2]
     detokenizer = IncrementalDetokenizer(tokenizer.decode)
     assert "".join([detokenizer.append([token]) for token in most]) == "ab日"
     assert detokenizer.append([], is_finished=True) == "\ufffd"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", NAMES)
 def test_a_stop_string_is_met_wherever_tokens_end(kind: str, tmp_path: Path) -> None:
     KINDS[kind].write(tmp_path, (OPEN, CLOSE))
     tokenizer = get_tokenizer(str(tmp_path))
@@ -85,25 +87,24 @@ def test_a_stop_string_is_met_wherever_tokens_end(kind: str, tmp_path: Path) -> 
             assert (shown, detokenizer.stop_reason) == (text[: text.index(stop)], stop)
 
 
-def chat_llm(path: Path, kind: str, end: str) -> tuple[LLM, list[int]]:
-    """An engine that answers every question with ``ANSWER`` and the token ``end``; the answer's tokens."""
+def chat_llm(path: Path, kind: str, end: str) -> tuple[LLM, str, list[int]]:
+    """An engine that answers every question with one answer and the token ``end``; the answer and its tokens."""
     vocab_size = KINDS[kind].write(path, (OPEN, CLOSE))
     checkpoint = write_checkpoint(path, vocab_size=vocab_size, eos_token_id=None)
     tokenizer = get_tokenizer(checkpoint)
     prompt = tokenizer.encode(KINDS[kind].turn.format(QUESTION), add_special_tokens=False)
     turn = KINDS[kind].turn.format(QUESTION)
-    ids = tokenizer.encode(turn + ANSWER + end, add_special_tokens=False)[len(prompt) :]
+    answer = ANSWER if len(tokenizer.encode(OPEN, add_special_tokens=False)) == 1 else WITHOUT_TAGS
+    ids = tokenizer.encode(turn + answer + end, add_special_tokens=False)[len(prompt) :]
     assert len({prompt[-1], *ids}) == len(ids) + 1, "a token has one successor"
     write_successors(path, dict(pairwise([prompt[-1], *ids])))
-    return LLM(checkpoint, max_model_len=96, max_num_seqs=4, block_size=4), ids
+    return LLM(checkpoint, max_model_len=96, max_num_seqs=4, block_size=4), answer, ids
 
 
-@pytest.mark.parametrize(
-    ("kind", "end"), [(kind, end) for kind in KINDS for end in KINDS[kind].ends], ids=lambda value: str(value)
-)
+@pytest.mark.parametrize(("kind", "end"), NAMES_AND_ENDS)
 def test_a_question_reaches_the_engine_and_its_answer_ends(kind: str, end: str, tmp_path: Path) -> None:
     """Through the chat template; at each token that generation_config.json names."""
-    llm, ids = chat_llm(tmp_path, kind, end)
+    llm, answer, ids = chat_llm(tmp_path, kind, end)
     tokenizer, greedy = llm.get_tokenizer(), SamplingParams(temperature=0, max_tokens=60)
     messages = [{"role": "user", "content": QUESTION}]
     [output] = llm.chat(messages, greedy, use_tqdm=False)
@@ -113,13 +114,15 @@ def test_a_question_reaches_the_engine_and_its_answer_ends(kind: str, end: str, 
     if KINDS[kind].bos is not None:
         assert expected.count(tokenizer.bos_token_id) == 1 and expected[0] == tokenizer.bos_token_id
     [completion] = output.outputs
-    assert (completion.token_ids, completion.text, completion.finish_reason) == (ids, ANSWER, "stop")
-    # Text that is no conversation: the tokenizer puts its begin token before it.
+    assert (completion.token_ids, completion.text, completion.finish_reason) == (ids, answer, "stop")
+    # Text that is no conversation: the tokenizer puts its begin token before it, where it is made to.
     [plain] = llm.generate(QUESTION, SamplingParams(max_tokens=1), use_tqdm=False)
-    assert plain.prompt_token_ids.count(tokenizer.bos_token_id) == (KINDS[kind].bos is not None)
+    assert plain.prompt_token_ids == AutoTokenizer.from_pretrained(tmp_path)(QUESTION).input_ids
+    if kind not in PUBLISHED:  # of these Llama 3.1's alone is
+        assert plain.prompt_token_ids.count(tokenizer.bos_token_id) == (KINDS[kind].bos is not None)
 
     for params in (SamplingParams(temperature=0, max_tokens=60, stop=["🙂 i", "never"]), greedy):
-        whole = ANSWER.partition("🙂 i")[0] if params.stop else ANSWER
+        whole = answer.partition("🙂 i")[0] if params.stop else answer
         assert shown(llm, expected, params) == (
             whole,
             llm.generate(of(expected), params, use_tqdm=False)[0].outputs[0].text,
