@@ -35,7 +35,7 @@ WAITS = {
     "generate_sequences": 40,  # once a step, for what the replicas say of it
     "generate_sequences/prefill": 2,  # tokens and log-probs
     "generate_sequences/decode": 2,
-    "generate_sequences/weight_sync": 5,  # digests, and whether any differs
+    "generate_sequences/weight_sync": 6,  # digests, whether any differs, whether all values are finite
     "compute_log_prob": MOE_LAYERS + 3,  # the ranks' agreement, the number of micro-batches, the scores
     "compute_ref_log_prob": MOE_LAYERS + 3,
     "update_actor/forward_backward": MOE_LAYERS + 2,  # one micro-batch
