@@ -28,6 +28,7 @@ from tools.bench.options import aligned, parser_of, refused, thread_problems, wr
 from tools.bench.remote import OthersLoad
 from tools.bench.train_engine import TrainEngine
 from vllm import LLM, SamplingParams
+from vllm.inputs import TokensPrompt
 
 COLUMNS = {
     "work": "<24",
@@ -100,8 +101,8 @@ def _works(options: argparse.Namespace) -> dict[str, Callable[[], object]]:
     raw = json.loads((options.model / "config.json").read_text(encoding="utf-8"))
     lengths = [256] * max(1, options.tokens // 256)
     batch = random_batch(lengths, raw["vocab_size"], seed=0)
-    with HFCheckpoint(options.model) as source:
-        matrices = [tensor.to(dtype) for name in source.names() if (tensor := source.read(name)).dim() == 2]
+    source = HFCheckpoint(options.model)
+    matrices = [tensor.to(dtype) for name in source.names() if (tensor := source.read(name)).dim() == 2]
     return {
         "generation": _generation(options),
         "linear of generation": _linear(matrices, options.sequences),
@@ -130,7 +131,7 @@ def _generation(options: argparse.Namespace) -> Callable[[], object]:
         enable_prefix_caching=False,
     )
     prompts = random_batch([PROMPT_TOKENS] * options.sequences, 1000, seed=1).sequences
-    requests = [{"prompt_token_ids": list(ids)} for ids in prompts]
+    requests = [TokensPrompt(prompt_token_ids=list(ids)) for ids in prompts]
     params = SamplingParams(temperature=1.0, max_tokens=options.new_tokens, ignore_eos=True, seed=0)
     return lambda: llm.generate(requests, params, use_tqdm=False)
 
