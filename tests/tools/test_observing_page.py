@@ -58,7 +58,7 @@ def test_the_viewer_writes_the_page(
 def test_fields_and_spans_are_those_of_the_code() -> None:
     table = PAGE[PAGE.index("| field | meaning |") :].split("\n\n")[0]
     fields = [name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])]
-    assert set(fields) == FIELDS == set(_record(1, 0))
+    assert set(fields) == set(FIELDS) == set(_record(1, 0))
     written = inspect.getsource(SampleRecords)
     assert all(f'"{name}":' in written for name in fields)
     table = PAGE[PAGE.index("| call | parts |") :].split("\n\n")[0]

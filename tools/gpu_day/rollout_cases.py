@@ -57,7 +57,7 @@ def experts_of_one_rank(new: Maker, size: Sizes) -> Call:
 def plain_draws(new: Maker, size: Sizes) -> Call:
     """Greedy rows beside random ones; parts of the vocabulary that are excluded."""
     logits_BV = new.floats(_ROWS, _VOCABULARY) * 3
-    logits_BV[3, : _VOCABULARY // 2] = float("-inf")
+    logits_BV[3, : _VOCABULARY // 2] = -1e9
     return _draws(logits_BV, [])
 
 

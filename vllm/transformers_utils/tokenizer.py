@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_formats.end_tokens import tokenizer_end_token
-from hf_formats.tokenizer import FAST_FILE, load_tokenizer, tokenizer_problem
+from hf_formats.tokenizer import CONFIG_FILE, FAST_FILE, load_tokenizer, tokenizer_problem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,9 +50,13 @@ class LazyTokenizer:
 
     @cached_property
     def end_token_id(self) -> int | None:
-        """The token that ends a text; loads the tokenizer only where its files do not name one."""
+        """The token that ends a text, as the tokenizer's files name it. Where a tokenizer_config.json leaves it to its
+        tokenizer_class, the tokenizer is loaded; without that file none is named.
+        """
         named = tokenizer_end_token(self._path)
-        return self.load().eos_token_id if named is None else named
+        if named is None and (Path(self._path) / CONFIG_FILE).is_file():
+            return self.load().eos_token_id
+        return named
 
     @cached_property
     def _loaded(self) -> PreTrainedTokenizerBase:
