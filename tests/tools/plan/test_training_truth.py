@@ -32,6 +32,7 @@ PEAK_TOLERANCE, GROUPED_TOLERANCE = 0.1, 0.05
 QUICK = ("dp2_overlap", "tp2_ep2_extended_recompute", "tp2_pp2_uneven_ep2", "cp2_pp2_vpp2")
 FEW_ROWS = ("data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4")  # several micro-batches a rank
 GLOO_KEEPS_S = 0.1  # its threads hold the tensors of a collective for some milliseconds, more on a busy machine
+GLOO_KEEPS_BYTES = 64  # of a collective in the call itself: the ranks' agreement is 24 bytes, beside a peak of none
 Outcome = tuple[dict[str, TrainingPhase], list[Any]]
 
 
@@ -124,4 +125,5 @@ def _check(config: PPOTrainerConfig, tolerance: float) -> None:
         assert held == expected, f"rank {rank}: persistent bytes"
         for call, phase in planned.items():
             assert list(did[call].collectives) == list(phase.collectives), f"rank {rank}, {call}"
-            assert phase.peak_bytes == pytest.approx(did[call].peak_bytes, rel=tolerance), f"rank {rank}, {call}"
+            wanted = pytest.approx(did[call].peak_bytes, rel=tolerance, abs=GLOO_KEEPS_BYTES)
+            assert phase.peak_bytes == wanted, f"rank {rank}, {call}"
