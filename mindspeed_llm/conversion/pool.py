@@ -19,6 +19,7 @@ from typing import Generic, TypeVar, cast
 Result = TypeVar("Result")
 Work = Callable[[str, Callable[[int], None]], Result]
 _PR_SET_PDEATHSIG = 1
+_TERMINATE_S = 5
 
 
 def run_tasks(
@@ -56,7 +57,10 @@ class _Pool(Generic[Result]):
             pipe.close()
             process.terminate()
         for process in self._workers.values():
-            process.join()
+            process.join(_TERMINATE_S)
+            if process.is_alive():  # its file system does not answer, perhaps
+                process.kill()
+                process.join(_TERMINATE_S)
 
     def run(self, tasks: list[str], on_bytes: Callable[[int], None]) -> Iterator[tuple[str, Result]]:
         """Consumes messages of the workers; every worker has one task or none, so the loop ends when all are idle."""

@@ -18,6 +18,12 @@ def work(task: str, on_bytes: Callable[[int], None]) -> str:
     on_bytes(3)
     if task == "endless":
         time.sleep(3600)
+    if task == "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        on_bytes(4)
+        time.sleep(3600)
+    if task == "short":
+        time.sleep(0.05)
     if task == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if task == "full":
@@ -30,6 +36,16 @@ def test_what_ends_one_worker_ends_all(task: str, message: str) -> None:
     before = set(multiprocessing.active_children())
     with pytest.raises(OSError, match=message):
         list(run_tasks(work, ["endless", task, "quick"], 2, lambda _: None))
+    assert set(multiprocessing.active_children()) <= before
+
+
+@pytest.mark.slow
+def test_a_worker_that_does_not_end_is_killed() -> None:
+    before, reported = set(multiprocessing.active_children()), []
+    found = run_tasks(work, ["deaf", *["short"] * 600], 2, reported.append)
+    while 4 not in reported:
+        assert next(found)[0] == "short"
+    found.close()
     assert set(multiprocessing.active_children()) <= before
 
 

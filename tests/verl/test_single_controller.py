@@ -15,6 +15,7 @@ import pytest
 import ray
 import torch
 
+from hf_formats.cores import usable_cores
 from tests.ray_workers import ray_with_forked_workers
 from verl.protocol import DataProto
 from verl.single_controller.base import Worker, WorkerDiedError, WorkerError, WorkerTimeoutError, get_together
@@ -28,7 +29,6 @@ from verl.single_controller.base.decorator import (
 from verl.single_controller.base.worker_group import Mesh, WorkerGroup
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.single_controller.ray.resources import Slot, actor_resources, rank_environment
-from verl.utils.cores import usable_cores
 
 
 def worker_class() -> type[Worker]:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 import ray
 
+from hf_formats.cores import usable_cores
 from verl.single_controller.base.worker import Worker
 from verl.single_controller.ray.base import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from verl.utils.cores import usable_cores
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,18 @@ def test_sleep_and_wake_cycles_keep_outputs_and_free_memory(tmp_path: Path) -> N
         for key in ("weights_bytes", "kv_cache_bytes", "num_gpu_blocks", "host_weights_bytes"):
             assert report[key] == awake[key], key
         assert tokens_of(llm) == expected
+
+
+def test_an_engine_takes_no_more_threads_than_it_may_use_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    try:
+        for given, taken in ((3, 2), (1, 1)):
+            torch.set_num_threads(given)
+            build(write_checkpoint(tmp_path))
+            assert torch.get_num_threads() == taken
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_the_block_count_never_changes(tmp_path: Path) -> None:

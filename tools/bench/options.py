@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl.utils.cores import usable_cores
+from hf_formats.cores import usable_cores
 
 
 def parser_of(module: str, description: str | None) -> argparse.ArgumentParser:

@@ -15,10 +15,10 @@ from pathlib import Path
 import psutil
 
 from hf_formats.cache_folder import cache_folder, moved_caches
+from hf_formats.cores import usable_cores
 from recipes.common.short_folder import folder_problem
 from third_party import jemalloc
 from tools.doctor.finding import GIB, ROOT, Finding, JobNeeds, stack_of_torch
-from verl.utils.cores import usable_cores
 
 
 def python() -> Iterator[Finding]:

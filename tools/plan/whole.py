@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 
+from hf_formats.cores import usable_cores
 from megatron.core.parallel_layout import ParallelLayout
 from mindspeed_llm.conversion.pool import run_tasks
 from tools.plan.collectives import Collective
@@ -19,7 +20,6 @@ from tools.plan.repeated import RepeatedCalls
 from tools.plan.setup import PlannedRun
 from tools.plan.training import OLD, REF, UPDATE, StepSize
 from verl.trainer.config import PPOTrainerConfig
-from verl.utils.cores import usable_cores
 
 PROCESS_BYTES = 3 * GIB  # a worker's memory without its tensors: Python, torch, communicators; modelled, see README
 CHECKED_MINI_BATCHES = 2

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verl.utils.cores import THREADS
+from hf_formats.cores import THREADS
 
 LARGEST = 1e300  # of a value that a figure has room for
 _STEP_FILE = re.compile(r"step_(\d+)\.jsonl")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from hf_formats.config import load_hf_config
+from hf_formats.cores import threads_per_worker
 from hf_formats.tokenizer import CONFIG_FILE, FAST_FILE, tokenizer_problem
 from recipes.common.launcher import network
 from recipes.common.launcher.job import Job, has_shards, is_fp8, model_dimensions
@@ -22,7 +25,6 @@ from verl.trainer.config.checks import missing_dispatcher
 from verl.trainer.config.config import PPOTrainerConfig
 from verl.trainer.config.data import file_list
 from verl.trainer.config.validate import validate_config
-from verl.utils.cores import threads_per_worker
 from verl.utils.parquet import schema_problems
 from verl.utils.reward_score.static_check import file_problem
 from verl.utils.trackers import missing_packages
@@ -47,7 +49,7 @@ def setting_problems(settings: Settings, role: NodeRole) -> list[str]:
     found = [*writable_problems("OUTPUT_DIR", settings.output_dir), *filter(None, [folder_problem()])]
     if settings.plan_device is not None:
         found += _refusals("PLAN_DEVICE", lambda: load_device(str(settings.plan_device)))
-    found += problems_of_threads()
+    found += [*problems_of_threads(), *environment_problems()]
     if settings.dist_ckpt_path is not None and not has_shards(settings.dist_ckpt_path):
         found += writable_problems("DIST_CKPT_PATH", settings.dist_ckpt_path)
     if role.is_head:
@@ -69,6 +71,16 @@ def problems_of_threads() -> list[str]:
     except ValueError as error:
         return [str(error)]
     return []
+
+
+def environment_problems(python: str = sys.executable) -> list[str]:
+    """Whether Ray can start from the environment, which SETUP=no takes as it is; set-up refuses to make such a one."""
+    if not re.search(r"""[\s'"\\$`;&|<>()*?]""", python):
+        return []
+    return [
+        f"VENV_DIR: {python} has a space or another character of the shell in its path, and Ray cannot start from such "
+        "an environment: name one in a folder without it"
+    ]
 
 
 def reward_problems(job: Job) -> list[str]:

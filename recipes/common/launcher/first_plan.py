@@ -14,12 +14,12 @@ from pathlib import Path
 
 import psutil
 
+from hf_formats.cores import threads_per_worker
 from recipes.common.launcher.job import Job, config_path, model_dimensions
 from recipes.common.launcher.processes import OwnProcesses, python_path
 from recipes.common.launcher.records import Records, files_of
 from recipes.common.recipe import ROOT
 from verl.trainer.config.load import to_yaml
-from verl.utils.cores import threads_per_worker
 
 TIMEOUT_S = 900.0  # 671B on 256 dies: a minute of one core
 CUDA_PROFILES = ("GB200", "H200", "H100", "H20")  # words of torch's names of GPUs; in lower case, the profiles' names

@@ -11,12 +11,12 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from hf_formats.cores import THREADS, threads_per_worker, usable_cores
 from recipes.common.launcher import network, nodes, output_dir
 from recipes.common.launcher.job import FREE_PORT, Job
 from recipes.common.launcher.processes import POLL_S, OwnProcesses, RunFailed, how_it_ended, last_lines, python_path
 from recipes.common.launcher.settings import NodeRole
 from recipes.common.short_folder import SessionFolder
-from verl.utils.cores import THREADS, threads_per_worker, usable_cores
 from verl.utils.net_utils import LOOPBACK, accepts_connections, free_ports
 
 START_TIMEOUT_S = 90.0

@@ -32,7 +32,9 @@ PEAK_TOLERANCE, GROUPED_TOLERANCE = 0.1, 0.05
 QUICK = ("dp2_overlap", "tp2_ep2_extended_recompute", "tp2_pp2_uneven_ep2", "cp2_pp2_vpp2")
 FEW_ROWS = ("data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4")  # several micro-batches a rank
 GLOO_KEEPS_S = 0.1  # its threads hold the tensors of a collective for some milliseconds, more on a busy machine
-GLOO_KEEPS_BYTES = 64  # of a collective in the call itself: the ranks' agreement is 24 bytes, beside a peak of none
+# The metrics that a step gathers last are still held when the optimizer's offload brings the peak: 24 and 312 bytes
+# were seen, beside a planned peak of none.
+GLOO_KEEPS_BYTES = 1024
 Outcome = tuple[dict[str, TrainingPhase], list[Any]]
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from hf_formats.cores import threads_per_worker
 from verl.single_controller.base.decorator import Dispatch, Execute, register
-from verl.utils.cores import threads_per_worker
 from verl.utils.net_utils import free_ports
 from verl.utils.timeline import ClockReading, Recording, Timeline, read_clock
 

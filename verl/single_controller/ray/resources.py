@@ -16,8 +16,8 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
+from hf_formats.cores import THREADS, threads_per_worker
 from verl.single_controller.base.worker_group import ClassWithInitArgs, ResourcePool
-from verl.utils.cores import THREADS, threads_per_worker
 from verl.utils.errors import BatchError
 from verl.utils.rank_log import LOG_DIR
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hf_formats.cores import THREADS
 from verl.experimental.dataset.sampler import AbstractCurriculumSampler
 from verl.protocol import DataProto
 from verl.single_controller.base import get_together
@@ -49,7 +50,6 @@ from verl.trainer.ppo.stop_request import StopRequest, TrainingInterruptedError
 from verl.trainer.ppo.ungraded import UngradedLimit
 from verl.trainer.ppo.utils import Role, WorkerType
 from verl.trainer.ppo.validation import Validator
-from verl.utils.cores import THREADS
 from verl.utils.dataset import PromptItems, ResumableLoader
 from verl.utils.dataset.creation import create_rl_dataset, create_rl_sampler
 from verl.utils.device import op_tables_text, resolve_device

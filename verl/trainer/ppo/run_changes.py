@@ -14,10 +14,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from hf_formats.cores import THREADS
 from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.config.data import file_list
 from verl.trainer.ppo.checkpointing import write_text
-from verl.utils.cores import THREADS
 
 logger = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_formats.cores import usable_cores
 from hf_formats.finite import FiniteCheck
 from hf_formats.fp8 import SCALE_SUFFIX
 from vllm.config import VllmConfig
@@ -45,6 +46,8 @@ class Worker:
     def __init__(
         self, config: VllmConfig, parallel: ParallelState, platform: Platform, ops: RolloutOps, device: torch.device
     ) -> None:
+        # Torch takes as many threads as the process may use cores, but sees no container's limit of their time.
+        torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
         self.config, self.platform, self.ops, self.device = config, platform, ops, device
         self.dtype = getattr(torch, config.model.dtype)
         self.parallel = parallel

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from verl.utils.cores import threads_per_worker, usable_cores
+from hf_formats.cores import threads_per_worker, usable_cores
 
 MACHINE = 12
 
