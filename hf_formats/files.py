@@ -11,18 +11,21 @@ logger = logging.getLogger(__name__)
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write ``content`` atomically: after a crash ``path`` holds all of it or what it held before."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    with partial.open("wb") as file:
+    """Write ``content`` atomically: after a crash ``path`` holds all of it or what it held before.
+
+    One process at a time may write a path: what a killed one left beside it is written over by the next.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(partial, path)
-    sync_directory(path.parent)
+    os.replace(temporary, path)
+    sync_path(path.parent)
 
 
-def sync_directory(path: Path) -> None:
-    """Make the names in ``path`` durable."""
+def sync_path(path: Path) -> None:
+    """Make a file's content, or the names in a directory, durable."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

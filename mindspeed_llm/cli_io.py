@@ -23,7 +23,7 @@ from rich.progress import DownloadColumn, Progress, TimeElapsedColumn, TransferS
 
 from hf_formats.config import GENERATION_CONFIG
 from hf_formats.end_tokens import with_end_token
-from hf_formats.files import try_remove
+from hf_formats.files import sync_path, try_remove
 
 STAMP_NAME = ".stamp.json"
 MANIFEST_NAME = "manifest.json"
@@ -268,12 +268,3 @@ def _sizes(directory: Path) -> dict[str, int]:
 def _outputs_complete(output: Path, stamp: dict[str, Any]) -> bool:
     present = _sizes(output)
     return all(present.get(name) == size for name, size in stamp.get("outputs", {}).items())
-
-
-def sync_path(path: Path) -> None:
-    """Make a file's content, or the names in a directory, durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

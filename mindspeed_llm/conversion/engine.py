@@ -11,8 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hf_formats.files import sync_path
 from hf_formats.problems import raise_problems
-from mindspeed_llm.cli_io import create_parent, digest_file, progress, replace_directory, sync_path
+from mindspeed_llm.cli_io import create_parent, digest_file, progress, replace_directory
 from mindspeed_llm.conversion.kernels import KernelsName, load_kernels
 from mindspeed_llm.conversion.manifest import (
     JOURNAL_NAME,

@@ -28,12 +28,12 @@ def other_ranks(folder: Path, num_ranks: int) -> Iterator[None]:
     child = os.fork()
     if child == 0:
         signal.alarm(20)
-        partial = [str(folder / f"rank-{rank}.done.7.partial") for rank in range(num_ranks)]
+        temporary = [str(folder / f".rank-{rank}.done.tmp") for rank in range(num_ranks)]
         while True:
-            for path in partial:
+            for path in temporary:
                 os.close(os.open(path, os.O_CREAT))
-            for path in partial:
-                os.replace(path, path.removesuffix(".7.partial"))
+            for rank, path in enumerate(temporary):
+                os.replace(path, folder / f"rank-{rank}.done")
     try:
         yield
     finally:
@@ -49,8 +49,9 @@ def test_names_that_vanish_while_ranks_report_are_no_failure(tmp_path: Path) -> 
         while time.monotonic() < deadline:
             _sizes(tmp_path)
     (tmp_path / "rank-254.done").unlink()
-    (tmp_path / "rank-254.done.7.partial").unlink(missing_ok=True)
-    (tmp_path / "rank-254.done.8.partial").symlink_to(tmp_path / "gone")  # always: it is listed and cannot be looked at
+    (tmp_path / ".rank-254.done.tmp").unlink(missing_ok=True)
+    (tmp_path / ".rank-253.done.tmp").unlink(missing_ok=True)
+    (tmp_path / ".rank-253.done.tmp").symlink_to(tmp_path / "gone")  # always: it is listed and cannot be looked at
     last = threading.Timer(0.05, (tmp_path / "rank-254.done").touch)
     last.start()
     _wait_for_records(tmp_path, 255, stall_timeout_s=20)

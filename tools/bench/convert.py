@@ -35,8 +35,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hf_formats.config import without_quantisation_and_mtp
+from hf_formats.files import sync_path
 from hf_formats.fp8 import FP8_DTYPE, SCALE_SUFFIX
-from mindspeed_llm.cli_io import run_cli, sync_path
+from mindspeed_llm.cli_io import run_cli
 from mindspeed_llm.conversion.engine import RunOptions, convert
 from mindspeed_llm.conversion.pool import run_tasks
 from mindspeed_llm.conversion.synced_file import SyncedFile

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from hf_formats.files import sync_directory, try_remove, write_bytes
+from hf_formats.files import sync_path, try_remove, write_bytes
 from hf_formats.listed_pickle import Names, load_listed
 from megatron.core.dist_checkpointing.common import COMMON
 from megatron.core.dist_checkpointing.manifest import (
@@ -201,7 +201,7 @@ def _publish(partial: Path, final: Path) -> None:
                 raise
             # The writer of an earlier run has just published the same step, or another run has restored this one.
             try_remove(replaced)
-    sync_directory(final.parent)
+    sync_path(final.parent)
     try_remove(replaced)
 
 

@@ -6,7 +6,6 @@ import hashlib
 import io
 import json
 import logging
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_formats.files import sync_directory, try_remove
+from hf_formats.files import try_remove, write_bytes
 from megatron.core.dist_checkpointing import is_complete, restore_interrupted, saved_contents
 
 logger = logging.getLogger(__name__)
@@ -181,13 +180,3 @@ def _remove(checkpoint: Checkpoint) -> None:
 
 def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode())
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as out:
-        out.write(content)
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(temporary, path)
-    sync_directory(path.parent)

@@ -15,9 +15,9 @@ import numpy as np
 import safetensors.torch
 from safetensors import SafetensorError, safe_open
 
+from hf_formats.files import write_bytes
 from verl.protocol import DataProto
 from verl.protocol_storage import as_rows
-from verl.trainer.ppo.checkpointing import write_bytes
 from verl.trainer.ppo.metric_utils import marked_timer
 from verl.trainer.ppo.observers import Step, StepFiles, steps_of
 from verl.trainer.ppo.scores import REWARD_PARTS
