@@ -71,6 +71,9 @@ _NUMBER = re.compile(r"[+-]?(?:\d{1,40}(?:\.\d{0,20}|/\d{1,40})?|\.\d{1,20})")  
 _FRACTION = re.compile(
     r"(?P<whole>[+-]?\d{0,40})\s*\\[dtc]?frac\s*\{(?P<above>[+-]?\d{1,40})\}\s*\{(?P<below>[+-]?\d{1,40})\}"
 )
+_REPEATING = re.compile(
+    r"(?P<sign>[+-]?)(?P<whole>\d{0,20})\.(?P<once>\d{0,20})(?:\\overline\s*\{(?P<line>\d{1,20})\}|\((?P<round>\d{1,20})\))"
+)
 _MIXED = re.compile(r"(?P<whole>[+-]?\d{1,40}) (?P<above>\d{1,40})/(?P<below>\d{1,40})")
 _SCIENTIFIC = re.compile(
     r"(?P<number>[+-]?\d{1,20}(?:\.\d{1,20})?)\s*(?:[eE]|(?:\\times|\\cdot|\*)\s*10\s*\^)\s*"
@@ -83,7 +86,7 @@ _BASE = re.compile(
 _CURRENCY = re.compile(r"(\\\$|€|£|¥|₹|\\pounds|\\euro)\s*")
 _UNIT = re.compile(
     rf"(?P<head>.*?[^\s\\,;])?(?:\s|~|\\[,;: ])*(?:\\(?:{_WORD_COMMANDS})\s*\{{(?P<word>[A-Za-z .,/°-]+)\}}|"
-    r"(?<=[\d}] )(?P<bare>[A-Za-z]{1,20}(?: [A-Za-z]{2,20})?))(?:\s*\^\s*\{?\s*(?P<power>[1-9])\s*\}?)?"
+    r"(?<=[\d}] )(?P<bare>[A-Za-z]{1,20}(?: [A-Za-z]{2,20}|/[A-Za-z]{1,20})?))(?:\s*\^\s*\{?\s*(?P<power>[1-9])\s*\}?)?"
 )
 # Names of one unit; a plural's s goes first, so these are singular.
 _UNITS = {
@@ -117,6 +120,9 @@ _UNITS = {
     "mile per hour": "mph",
     "miles per hour": "mph",
     "mi/h": "mph",
+    "km/hr": "km/h",
+    "kilometers per hour": "km/h",
+    "kilometer per hour": "km/h",
     "percent": "%",
 }
 _LIST = re.compile(r"(?P<open>\\\{|[(\[]|)(?P<inside>.*?)(?P<close>\\\}|[)\]]|)", re.DOTALL)
@@ -173,7 +179,7 @@ def without_separators(answer: str) -> str:
 
 
 def rational(answer: str) -> Fraction | None:
-    """The number that an integer, decimal, fraction, mixed number or power of ten writes; None for anything else."""
+    """The number that an integer, (repeating) decimal, fraction, mixed number or power of ten writes, else None."""
     with suppress(ZeroDivisionError):
         if _NUMBER.fullmatch(answer):
             return Fraction(answer)
@@ -181,6 +187,10 @@ def rational(answer: str) -> Fraction | None:
             part, whole = Fraction(int(match["above"]), int(match["below"])), match["whole"]
             sign = -1 if whole.startswith("-") else 1
             return sign * (abs(int(whole)) + part) if whole.strip("+-") else sign * part
+        if (match := _REPEATING.fullmatch(answer)) is not None:
+            once, again = match["once"], match["line"] or match["round"]
+            period = Fraction(int(again), 10 ** len(once) * (10 ** len(again) - 1))
+            return int(match["sign"] + "1") * (Fraction(f"{match['whole'] or 0}.{once}") + period)
         if (match := _SCIENTIFIC.fullmatch(answer)) is not None:
             return Fraction(match["number"]) * Fraction(10) ** int(match["power"])
     return None

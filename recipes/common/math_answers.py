@@ -273,4 +273,5 @@ def _math_equal(given: str, truth: str) -> bool:
     given_parsed = parse(f"${given}$", extraction_config=latex_only, parsing_timeout=None)
     # As many digits as tell a decimal from the irrational number that it approximates.
     digits = {"float_rounding": 30, "numeric_precision": 50}
-    return bool(verify(truth_parsed, given_parsed, timeout_seconds=None, **digits))
+    sides = [(truth_parsed, given_parsed), (given_parsed, truth_parsed)]  # an interval is its inequality, not so back
+    return any(verify(*pair, timeout_seconds=None, **digits) for pair in sides)
