@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -180,3 +183,21 @@ def test_the_checks_find_what_they_look_for() -> None:
     planted = ast.parse("import sys, torch\nsys.modules['x'] = 1\ntorch.compile = None\nsetattr(torch.nn, 'a', 1)\n")
     assert [line for line, _ in _patches(planted)] == [2, 3, 4]
     assert not list(_patches(ast.parse("import torch\ntorch.backends.cudnn.enabled = False\nself.x = 1\n")))
+
+
+def test_packages_of_the_same_names_behind_ours_hide_none(tmp_path: Path) -> None:
+    """A folder without ``__init__.py`` would give way to a package of its name that any later entry of the path has."""
+    for name in EVERYTHING:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("")
+    code = f"import importlib.util as u\nfor name in {sorted(EVERYTHING)}: print(u.find_spec(name).origin)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert [Path(line).parent.parent for line in done.stdout.splitlines()] == [ROOT] * len(EVERYTHING)
