@@ -1,4 +1,4 @@
-"""The folder of what may be made again, such as compiled kernels, for users whose home cannot be written too."""
+"""The folder of what may be made again, such as compiled kernels, for users whose home cannot hold it too."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _OTHERS = {
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """XDG_CACHE_HOME, else ~/.cache; where neither can be written, a private folder below TMPDIR.
+    """XDG_CACHE_HOME, else ~/.cache; a private folder below TMPDIR where no library can be written there and loaded.
 
     Raises:
         ValueError: somebody else owns that folder.
     """
     wanted = _wanted(environment)
-    return wanted if wanted is not None and _can_write(wanted) else _private_folder()
+    return wanted if wanted is not None and _holds_libraries(wanted) else _private_folder()
 
 
 def moved_caches(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables that bring all caches into ``cache_folder``; none where the user's own can be written."""
+    """The variables that bring all caches into ``cache_folder``; none where the user's own serves."""
     wanted, folder = _wanted(environment), cache_folder(environment)
     if folder == wanted:
         return {}
@@ -42,12 +42,17 @@ def _wanted(environment: Mapping[str, str]) -> Path | None:
     return Path(given) if os.path.isabs(given) else None  # a user without a home has ~ itself; XDG ignores the others
 
 
-def _can_write(folder: Path) -> bool:
+def loads_libraries(folder: Path) -> bool:
+    """Whether the file system of ``folder`` is one from which programs and libraries may be loaded (no ``noexec``)."""
+    return not os.statvfs(folder).f_flag & getattr(os, "ST_NOEXEC", 0)
+
+
+def _holds_libraries(folder: Path) -> bool:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:  # its parent is another user's, a read-only disk, or no folder
         return False
-    return os.access(folder, os.W_OK | os.X_OK)
+    return os.access(folder, os.W_OK | os.X_OK) and loads_libraries(folder)
 
 
 def _private_folder() -> Path:

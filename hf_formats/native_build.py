@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_formats.cache_folder import cache_folder
+from hf_formats.cache_folder import cache_folder, loads_libraries
 from hf_formats.files import try_remove
 
 _VERSION_LIMIT_S = 10
@@ -57,6 +57,11 @@ class NativeBuild:
                 return ctypes.CDLL(str(path))
             except OSError as error:
                 problem = error
+                if not loads_libraries(path.parent):
+                    raise RuntimeError(
+                        f"{path.parent} is on a file system from which no library may be loaded (noexec): name another "
+                        "cache folder in XDG_CACHE_HOME"
+                    ) from error
                 try_remove(path)
         raise RuntimeError(f"what {self.compiler[0]} makes of {self._place} is no library ({problem}); {self.advice}")
 

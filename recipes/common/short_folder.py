@@ -1,4 +1,4 @@
-"""Folders whose paths are short enough for Unix sockets (107 bytes), whatever TMPDIR is.
+"""Folders with which Ray can work: short enough for Unix sockets (107 bytes), whatever TMPDIR is.
 
 A session of Ray is a private folder in TMPDIR. Where that path is too long, or has characters that Ray's commands do
 not take, a link in a short folder leads to it: the sockets are bound through the link, and every file is in TMPDIR.
@@ -13,6 +13,7 @@ import re
 import secrets
 import shutil
 import stat
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -25,6 +26,7 @@ LISTENER_BYTES = len("/pymp-abcdefgh/listener-abcdefgh")  # of multiprocessing
 PREFIX = "rl-"
 _PARENT_BYTES = SOCKET_BYTES - RAY_BYTES - len(f"/{PREFIX}12345678/r")
 _PLAIN = re.compile(r"[A-Za-z0-9_./+-]+")
+_NOT_FOR_A_SHELL = re.compile(r"""[\s'"\\$`;&|<>()*?]""")
 _OWN_NAME = re.compile(PREFIX + "[0-9a-f]{8}")  # what _locked_folder gives, so that no folder of anybody's is removed
 
 
@@ -68,6 +70,16 @@ class SessionFolder:
             shutil.rmtree(folder, ignore_errors=True)
         while self._locks:
             os.close(self._locks.pop())
+
+
+def environment_problem(prefix: str = sys.prefix) -> str | None:
+    """Why Ray cannot start from this environment, which SETUP=no takes as it is; set-up refuses to make such a one."""
+    if _NOT_FOR_A_SHELL.search(prefix) is None:
+        return None
+    return (
+        f"VENV_DIR is {prefix}, which has a space or another character of the shell in its path, and Ray cannot start "
+        "from such an environment: name one in a folder without it"
+    )
 
 
 def folder_problem() -> str | None:

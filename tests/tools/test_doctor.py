@@ -51,9 +51,9 @@ def test_machine_faults_that_end_a_run_late_are_told(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(os, "access", lambda path, mode: not str(path).startswith(("/proc", str(tmp_path / "absent"))))
     monkeypatch.setattr(sys, "prefix", "/opt/my env")
     findings = {f.name: f for f in host.folders()}
-    assert findings["environment"].is_fatal and "a folder without a space" in findings["environment"].remedy
+    assert findings["environment"].is_fatal and "a folder without it" in findings["environment"].remedy
     assert findings["temporary files"].is_fatal and "absent" in findings["temporary files"].remedy
-    assert "the home cannot be written" in findings["caches"].remedy and not findings["caches"].is_fatal
+    assert "the home cannot hold libraries" in findings["caches"].remedy and not findings["caches"].is_fatal
     assert findings["C++ compiler"].value == "no no-such-compiler" and "g++ 12" in findings["C++ compiler"].remedy
 
 

@@ -20,7 +20,7 @@ from threading import Thread
 
 import pytest
 
-from recipes.common.launcher.checks import environment_problems
+from recipes.common.short_folder import environment_problem
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -251,8 +251,8 @@ def test_a_path_from_which_ray_cannot_start_is_refused_before_anything_is_made(r
         refused = setup(repo, layer, **{name: str(folder / "venv")})
         assert refused.returncode == 1 and f"set {name} to a folder without one" in refused.stderr
         assert not folder.exists()
-    as_it_is = environment_problems(f"{folder}/venv/bin/python")  # of SETUP=no; a colon hinders making one alone
-    assert len(as_it_is) == (character != ":")
+    as_it_is = environment_problem(str(folder / "venv"))  # of SETUP=no; a colon hinders making one alone
+    assert (as_it_is is None) == (character == ":")
 
 
 @pytest.mark.slow

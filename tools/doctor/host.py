@@ -16,7 +16,7 @@ import psutil
 
 from hf_formats.cache_folder import cache_folder, moved_caches
 from hf_formats.cores import usable_cores
-from recipes.common.short_folder import folder_problem
+from recipes.common.short_folder import environment_problem, folder_problem
 from third_party import jemalloc
 from tools.doctor.finding import GIB, ROOT, Finding, JobNeeds, stack_of_torch
 
@@ -44,9 +44,9 @@ def packages() -> Iterator[Finding]:
 
 def folders() -> Iterator[Finding]:
     """What other people's machines lack: the environment's folder, temporary files, caches and the compiler."""
-    if " " in sys.prefix:
-        remedy = "Ray starts no process from there: make the environment in a folder without a space (VENV_DIR)"
-        yield Finding("environment", sys.prefix, remedy, is_fatal=True)
+    problem = environment_problem(sys.prefix)
+    if problem is not None:
+        yield Finding("environment", sys.prefix, problem, is_fatal=True)
     if os.pathsep in str(ROOT):
         remedy = "PYTHONPATH cannot name a folder with a colon: move the repository"
         yield Finding("repository", str(ROOT), remedy, is_fatal=True)
@@ -54,7 +54,9 @@ def folders() -> Iterator[Finding]:
     temporary = os.environ.get("TMPDIR") or tempfile.gettempdir()
     yield Finding("temporary files", temporary, problem or "", is_fatal=problem is not None)
     try:
-        remedy = "the home cannot be written: set HOME or XDG_CACHE_HOME, or they go with TMPDIR's files"
+        remedy = (
+            "the home cannot hold libraries (read-only, or noexec): set HOME or XDG_CACHE_HOME, or they go to TMPDIR"
+        )
         yield Finding("caches", str(cache_folder()), remedy if moved_caches() else "")
     except (ValueError, OSError) as error:
         yield Finding("caches", "none", str(error), is_fatal=True)

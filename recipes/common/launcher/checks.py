@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +16,7 @@ from recipes.common.launcher.job import Job, has_shards, is_fp8, model_dimension
 from recipes.common.launcher.settings import NodeRole, Settings
 from recipes.common.launcher.stages import stages
 from recipes.common.recipe import Recipe
-from recipes.common.short_folder import folder_problem
+from recipes.common.short_folder import environment_problem, folder_problem
 from tools.download import missing_package
 from tools.plan.devices import load_device
 from verl.trainer.config.checks import missing_dispatcher
@@ -46,10 +44,11 @@ def problems(job: Job, role: NodeRole) -> list[str]:
 
 def setting_problems(settings: Settings, role: NodeRole) -> list[str]:
     """The part of ``problems`` that needs no config."""
-    found = [*writable_problems("OUTPUT_DIR", settings.output_dir), *filter(None, [folder_problem()])]
+    found = writable_problems("OUTPUT_DIR", settings.output_dir)
+    found += filter(None, [folder_problem(), environment_problem()])
     if settings.plan_device is not None:
         found += _refusals("PLAN_DEVICE", lambda: load_device(str(settings.plan_device)))
-    found += [*problems_of_threads(), *environment_problems()]
+    found += problems_of_threads()
     if settings.dist_ckpt_path is not None and not has_shards(settings.dist_ckpt_path):
         found += writable_problems("DIST_CKPT_PATH", settings.dist_ckpt_path)
     if role.is_head:
@@ -71,16 +70,6 @@ def problems_of_threads() -> list[str]:
     except ValueError as error:
         return [str(error)]
     return []
-
-
-def environment_problems(python: str = sys.executable) -> list[str]:
-    """Whether Ray can start from the environment, which SETUP=no takes as it is; set-up refuses to make such a one."""
-    if not re.search(r"""[\s'"\\$`;&|<>()*?]""", python):
-        return []
-    return [
-        f"VENV_DIR: {python} has a space or another character of the shell in its path, and Ray cannot start from such "
-        "an environment: name one in a folder without it"
-    ]
 
 
 def reward_problems(job: Job) -> list[str]:

@@ -136,12 +136,12 @@ def _read_job(recipe: Recipe, overrides: Sequence[str], with_weights: bool) -> t
 
 
 def _move_caches() -> None:
-    """Bring caches into a folder that can be written, for everything that is started from here; says so in a line."""
+    """Bring caches into a folder that can hold them, for everything that is started from here; says so in a line."""
     moved = moved_caches()
     os.environ.update(moved)
     if moved:
         where = moved["XDG_CACHE_HOME"]
-        print(f"the home of this user cannot be written: caches of kernels and libraries are in {where}", flush=True)
+        print(f"the home of this user cannot hold libraries: caches of kernels and the like are in {where}", flush=True)
     if not {"LOGNAME", "USER"} & set(os.environ):
         with suppress(KeyError):
             pwd.getpwuid(os.getuid())
