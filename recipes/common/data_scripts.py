@@ -76,9 +76,9 @@ def usable_rows(rows: Iterable[tuple[str, dict[str, Any] | str]], where: object)
 
 
 def text_lines(file: Path) -> list[str]:
-    """The lines of a UTF-8 file, cut at line feeds alone; ValueError when it is none."""
+    """The lines of a UTF-8 file, with a byte-order mark or not, cut at line feeds alone; ValueError when it is none."""
     try:
-        return file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+        return file.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is not a UTF-8 text: {error}") from error
 

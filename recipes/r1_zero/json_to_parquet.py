@@ -72,7 +72,7 @@ def read_rows(json_path: Path) -> list[Any]:
     if not json_path.is_file():
         raise ValueError(f"--json_path {json_path}: no such file; {expected}")
     try:
-        rows = json.loads(json_path.read_text(encoding="utf-8"))
+        rows = json.loads(json_path.read_text(encoding="utf-8-sig"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         hint = "; one object per line is not a list" if json_path.suffix == ".jsonl" else ""
         raise ValueError(f"--json_path {json_path}: not a JSON text ({error}){hint}; {expected}") from error

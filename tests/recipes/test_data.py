@@ -189,6 +189,8 @@ def test_lines_of_a_file(tmp_path: Path) -> None:
     """JSON may hold other separators of lines as they are; bytes that are no text are no rows."""
     (tmp_path / "lines.jsonl").write_text('{"a": "\u2028\x85"}\n{}\n', encoding="utf-8")
     assert text_lines(tmp_path / "lines.jsonl") == ['{"a": "\u2028\x85"}', "{}"]
+    (tmp_path / "windows.jsonl").write_bytes(b"\xef\xbb\xbf{}\r\n{}\r\n")  # with the mark of Windows' editors
+    assert text_lines(tmp_path / "windows.jsonl") == ["{}", "{}"]
     (tmp_path / "binary.jsonl").write_bytes(bytes(range(128, 256)))
     with pytest.raises(ValueError, match=r"binary.jsonl is not a UTF-8 text"):
         text_lines(tmp_path / "binary.jsonl")

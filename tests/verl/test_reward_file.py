@@ -62,3 +62,12 @@ def test_kwargs_need_their_parameters(tmp_path: Path) -> None:
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     spec = RewardFunctionSpec(str(tmp_path / "none.py"))
     assert "none.py: No such file or directory; expected the Python file" in str(file_problem(spec))
+
+
+@pytest.mark.parametrize(("encoding", "first"), [("utf-8-sig", ""), ("gbk", "# -*- coding: gbk -*-\n")])
+def test_a_file_in_any_encoding_that_python_reads(tmp_path: Path, encoding: str, first: str) -> None:
+    path = tmp_path / "reward.py"
+    path.write_bytes(f"{first}# 奖励\r\ndef compute_score(a, b, c, d): ...\r\n".encode(encoding))
+    assert file_problem(RewardFunctionSpec(str(path))) is None
+    path.write_bytes("# 奖励".encode("gbk"))
+    assert "reward.py is not Python" in str(file_problem(RewardFunctionSpec(str(path))))

@@ -49,7 +49,7 @@ def read_hosts(path: Path) -> list[Host]:
         raise ValueError(f"{HOSTFILE} {path}: no such file; expected a line per node: address slots=8")
     hosts, problems = [], []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError:
         raise ValueError(f"{HOSTFILE} {path} is not text; expected a line per node: address slots=8") from None
     for number, line in enumerate(lines, start=1):

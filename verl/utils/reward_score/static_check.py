@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import tokenize
 from pathlib import Path
 
 from verl.utils.reward_score.functions import RewardFunctionSpec, signature_problem
@@ -18,7 +19,8 @@ def file_problem(spec: RewardFunctionSpec) -> str | None:
     """
     path = Path(spec.path).expanduser()
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        with tokenize.open(path) as file:
+            tree = ast.parse(file.read())
     except OSError as error:
         return f"{spec.path}: {error.strerror}; expected the Python file of a reward function"
     except UnicodeDecodeError:

@@ -107,7 +107,7 @@ class ServerArgs:
     def template(self) -> str | None:
         """The text of the chat template; OSError for a file that cannot be read."""
         given = self.chat_template
-        return given if given is None or "{" in given else Path(given).read_text(encoding="utf-8")
+        return given if given is None or "{" in given else Path(given).read_text(encoding="utf-8-sig")
 
     def problems(self) -> list[str]:
         """Every problem, empty when the server can start."""
