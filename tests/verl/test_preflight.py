@@ -144,6 +144,9 @@ def test_everything_that_is_missing_is_listed_together(keys: dict[str, Any], tmp
     assert f"data.train_files: {tmp_path / 'data.parquet'}: column 'data_source' is int64; expected a string" in text
     assert "no column 'prompt' (a list of {role, content})" in text
     assert f"custom_reward_function: {broken} cannot be imported: NameError: oops" in text
+    broken.write_text("raise SystemExit('usage: reward.py DATA')\n")
+    text = "\n".join(preflight_problems(_config(keys)))
+    assert f"custom_reward_function: {broken} cannot be imported: SystemExit: usage: reward.py DATA" in text
     assert "reward_manager is 'absent'; expected one of batch, dapo, naive, prime" in "\n".join(
         validate_config(_config(keys))
     )

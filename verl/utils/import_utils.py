@@ -126,7 +126,7 @@ def _load_file(file_path: str) -> ModuleType:
     module = sys.modules.setdefault(name, importlib.util.module_from_spec(spec))  # dataclasses look their module up
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script that is imported may end itself
         del sys.modules[name]
         raise BrokenModuleError(f"{file_path} cannot be imported: {type(error).__name__}: {error}") from error
     return module
