@@ -1,4 +1,4 @@
-"""Copies of remote files and folders on this machine (upstream: ``verl.utils.fs``).
+"""For plug-ins alone: copies of remote files and folders on this machine (upstream: ``verl.utils.fs``).
 
 Remote are the paths of ``hdfs_io``. What is local is used where it is.
 """

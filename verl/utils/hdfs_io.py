@@ -1,4 +1,4 @@
-"""Paths here and in HDFS, the latter with the command ``hdfs dfs`` (upstream: ``verl.utils.hdfs_io``)."""
+"""For plug-ins alone: paths here and in HDFS, by the command ``hdfs dfs`` (upstream: ``verl.utils.hdfs_io``)."""
 
 from __future__ import annotations
 
