@@ -64,10 +64,6 @@ def worker_class() -> type[Worker]:
         def who(self) -> int:
             return self.rank
 
-        @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-        def later(self, number: int) -> int:
-            return number
-
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
         def fail(self, rank: int) -> None:
             if self.rank == rank:
@@ -209,8 +205,6 @@ def test_calls_over_a_2x2_mesh(local_ray: None) -> None:
             group.double(data[:5])
         assert group.add_rank([10, 20, 30, 40]) == [10, 21, 32, 43]
         assert group.who() == 0
-        pending = group.later(7)
-        assert ray.get(pending) == [7] * 4
         check_environment(group)
         with pytest.raises(AttributeError, match="no method 'doubel'"):
             group.doubel(data)

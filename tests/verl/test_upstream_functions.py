@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-from typing import ClassVar
-
 import numpy as np
 import pytest
 import torch
@@ -14,7 +11,6 @@ from verl import DataProto
 from verl.trainer.ppo.core_algos import AdaptiveKLController
 from verl.trainer.ppo.ray_trainer import apply_kl_penalty, compute_advantage, compute_response_mask
 from verl.utils import device
-from verl.utils.dynamic_enum import DynamicEnum
 from verl.utils.groupwise import as_torch_index, group_mean_std
 
 NAMES = {
@@ -32,23 +28,6 @@ NAMES = {
 @pytest.mark.parametrize("module", sorted(NAMES))
 def test_signatures_are_upstreams(module: str) -> None:
     assert module_differences(module, *NAMES[module]) == []
-
-
-class Colour(DynamicEnum):
-    _registry: ClassVar[dict[str, DynamicEnum]] = {}
-    _next_value = 0
-
-
-def test_an_enumeration_grows_and_shrinks() -> None:
-    red = Colour.register("red")
-    Colour.register("BLUE")
-    assert Colour.RED is Colour["RED"] is Colour.from_name("Red") is red and red.value == 0  # type: ignore[attr-defined]
-    assert Colour.names() == ["RED", "BLUE"] and [colour.value for colour in Colour] == [0, 1]
-    assert pickle.loads(pickle.dumps(red)) is red and "RED" in Colour and red in Colour
-    with pytest.raises(ValueError, match=r"Colour\.RED already exists"):
-        Colour.register("red")
-    Colour.remove("blue")
-    assert Colour.names() == ["RED"] and Colour.from_name("blue") is None and not hasattr(Colour, "BLUE")
 
 
 def test_groups_are_numbered_and_their_moments_computed() -> None:

@@ -15,7 +15,6 @@ from tests.verl.upstream_api import module_differences
 from verl import DataProto
 from verl.protocol import (
     DataProtoConfig,
-    DataProtoFuture,
     pad_dataproto_to_divisor,
 )
 
@@ -33,7 +32,7 @@ def labels(data: DataProto) -> list[str]:
 def test_signatures_are_upstreams() -> None:
     assert not module_differences(
         "verl.protocol",
-        *("DataProto", "DataProtoItem", "DataProtoFuture", "pad_dataproto_to_divisor", "unpad_dataproto"),
+        *("DataProto", "DataProtoItem", "pad_dataproto_to_divisor", "unpad_dataproto"),
         "list_of_dict_to_dict_of_list",
     )
     assert not module_differences(
@@ -172,17 +171,3 @@ def test_a_deep_copy_of_columns_is_independent() -> None:
 
 def _plain(serialized: tuple) -> tuple:
     return (*serialized[:2], bytes(serialized[2]))
-
-
-class _Answer:
-    def __init__(self, value: DataProto) -> None:
-        self.value = value
-
-    def get(self) -> DataProto:
-        return self.value
-
-
-def test_a_future_joins_and_splits_what_is_still_computed() -> None:
-    future = DataProtoFuture.concat([_Answer(three_rows()), _Answer(three_rows())])
-    assert labels(future.get()) == ["a", "b", "c"] * 2
-    assert [labels(part.get()) for part in future.chunk(2)] == [["a", "b", "c"], ["a", "b", "c"]]

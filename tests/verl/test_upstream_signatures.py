@@ -44,7 +44,6 @@ NAMES: dict[str, tuple[str, ...]] = {
     "verl.workers.reward_manager.batch": (),
     "verl.workers.reward_manager.dapo": (),
     "verl.workers.reward_manager.abstract": (),
-    "verl.single_controller.base.decorator": (),
     "verl.utils.reward_score": (),
     "verl.utils.reward_score.gsm8k": (),
     "verl.utils.reward_score.math_reward": (),
