@@ -174,12 +174,12 @@ def test_two_groups_in_one_world_meet_work_beside_each_other_and_tell_who_died(l
         places = [list(found.values()) for group in (first, second) for found in group.environment(names)]
         assert places == [["0", "3", "0"], ["1", "3", "1"], ["2", "3", "2"]]
         assert get_together(first.start("all_reduce_once"), second.start("all_reduce_once")) == [[3.0, 3.0], [3.0]]
-        beside = second.start("later", 7)
+        beside = second.start("add_rank", 7)
         seen: list[bool] = []
         first.while_waiting = lambda: seen.append(beside.is_done())
         while True not in seen:
             assert first.who() == 0
-        assert beside.get() == [7]
+        assert beside.get() == [9]
         first.while_waiting = None
         calls = first.start("all_reduce_once"), second.start("sleep")
         assert not any(call.is_done() for call in calls)
