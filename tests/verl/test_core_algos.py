@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.verl.advantages import estimate_advantages
 from verl.trainer.config import AlgoConfig, load_config, validate_config
 from verl.trainer.ppo import core_algos
-from verl.trainer.ppo.algos import ESTIMATORS, AdvantageEstimator, estimate_advantages
+from verl.trainer.ppo.algos import ESTIMATORS, AdvantageEstimator
 from verl.trainer.ppo.policy_losses import LOSSES
 from verl.workers.config import ActorConfig
 from verl.workers.config.actor import PolicyLossConfig

@@ -33,7 +33,6 @@ NAMES: dict[str, tuple[str, ...]] = {
         *("clip_by_value", "get_response_mask", "masked_mean", "masked_sum", "masked_var", "masked_whiten"),
         *("pad_2d_list_to_length", "pad_sequence_to_length", "postprocess_data", "tokenize_and_postprocess_data"),
     ),
-    "verl.utils.fs": (),
     "verl.utils.tokenizer": (),
     "verl.utils.model": ("compute_position_id_with_mask",),
     "verl.utils.import_utils": ("import_external_libs", "load_extern_type"),
