@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import uuid
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("processes")
     if _is_worker(config):
         items.sort(key=lambda item: (not runs_whole_jobs(item.path), item.get_closest_marker("processes") is None))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_process_group_stays() -> Iterator[None]:
+    """Fail the last test of a file that leaves torch.distributed initialised, which other files' tests would find."""
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        from megatron.core.parallel_state import destroy_model_parallel  # torch is imported by now
+
+        destroy_model_parallel()
+        distributed.destroy_process_group()
+        pytest.fail("a test of this file left torch.distributed initialised in this process")
 
 
 @pytest.hookimpl(optionalhook=True)

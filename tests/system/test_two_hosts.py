@@ -44,6 +44,7 @@ class Hosts:
             NODE_RANK=rank,
             RAY_PORT=6766,
             LOST_TIMEOUT_S=LOST_S,
+            OMP_NUM_THREADS=1,  # a host's one worker would take all of its cores, and other threads other last bits
         )
         prefix = ["ip", "netns", "exec", self.worker if rank else self.head]
         return Command(folder / f"node{rank}.log", environment, ("--no-plan", *converted.arguments), prefix)

@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.ops import resolve
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.parallel_state import destroy_model_parallel
 from mindspeed_llm.hf_checkpoint import HFCheckpoint
 from tools.bench.models import Batch, random_batch
 from tools.bench.options import aligned, parser_of, refused, thread_problems, write_report
@@ -50,7 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         problems.append(f"--model {options.model}: no config.json; expected a Hugging Face directory")
     if refused("tools.bench.threads", problems):
         return 2
-    rows = measured(options)
+    try:
+        rows = measured(options)
+    finally:
+        destroy_model_parallel()
+        if dist.is_initialized():
+            dist.destroy_process_group()
     print("\n".join(aligned(COLUMNS, [[row[name] for name in COLUMNS] for row in rows])))
     write_report(options.json, rows)
     return 0
