@@ -50,7 +50,8 @@ esac
 with_device_tests=no is_whole=no
 if [ $# -eq 0 ]; then
     is_whole=yes
-    set -- -n "${TEST_WORKERS:-$workers}" --dist loadfile --no-loadscope-reorder
+    # A process that crashes ends the run, which names the test; with another in its place pytest-xdist waits for ever.
+    set -- -n "${TEST_WORKERS:-$workers}" --dist loadfile --no-loadscope-reorder --max-worker-restart 0
     [ "$which" = quick ] || with_device_tests=yes
 fi
 
