@@ -20,7 +20,8 @@ from verl.trainer.ppo.scores import REWARD_PARTS
 from verl.trainer.ppo.step_functions import apply_kl_penalty, compute_advantage
 from verl.utils import torch_functional as F
 from verl.utils.megatron.packed_batch import pack_micro_batch
-from verl.workers.actor.policy_loss import LossInputs, PolicyLoss
+from verl.workers.actor.loss_inputs import LossInputs
+from verl.workers.actor.policy_loss import PolicyLoss
 from verl.workers.config import ActorConfig
 from verl.workers.config.actor import LOSS_AGG_MODES, PolicyLossConfig
 

@@ -26,7 +26,8 @@ from verl.single_controller.base.decorator import (
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
-from verl.single_controller.base.worker_group import Mesh, WorkerGroup
+from verl.single_controller.base.mesh import Mesh
+from verl.single_controller.base.worker_group import WorkerGroup
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.single_controller.ray.resources import Slot, actor_resources, rank_environment
 

@@ -6,20 +6,28 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from verl.protocol import BY_RANK, DataProto, pad_dataproto_to_divisor
+from verl.single_controller.base.mesh import Mesh
 from verl.utils.errors import BatchError
-
-if TYPE_CHECKING:
-    from verl.single_controller.base.worker import Worker
-    from verl.single_controller.base.worker_group import WorkerGroup
 
 MAGIC_ATTR = "attrs_3141562937"  # upstream's: what a method has that a group may call
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 RankCall = tuple[tuple, dict[str, Any]]
 Spread = tuple[tuple, dict[str, Any]]  # every argument as a list with one entry per rank
+
+
+class Group(Protocol):
+    """What dispatching asks of a group of workers."""
+
+    name: str
+
+    @property
+    def world_size(self) -> int: ...
+
+    def mesh(self, mesh_name: str) -> Mesh: ...
 
 
 class Dispatch(Enum):
@@ -41,7 +49,7 @@ class Execute(Enum):
     RANK_ZERO = "rank 0"
 
 
-def _keep_all(group: WorkerGroup) -> list[bool]:
+def _keep_all(group: Group) -> list[bool]:
     return [True] * group.world_size
 
 
@@ -56,8 +64,8 @@ class DispatchFns:
     """
 
     dispatch: Callable[..., list[RankCall]]
-    collect: Callable[[WorkerGroup, list[Any]], Any]
-    kept: Callable[[WorkerGroup], list[bool]] = _keep_all
+    collect: Callable[[Group, list[Any]], Any]
+    kept: Callable[[Group], list[bool]] = _keep_all
 
 
 @dataclass(frozen=True)
@@ -112,7 +120,7 @@ def _check_execute_mode(execute_mode: Any) -> None:
         raise BatchError(f"execute_mode is {execute_mode!r}; expected one of {[mode.name for mode in Execute]}")
 
 
-def registered_methods(worker_cls: type[Worker]) -> dict[str, Registration]:
+def registered_methods(worker_cls: type) -> dict[str, Registration]:
     """The methods of ``worker_cls`` marked with ``@register``, inherited ones included."""
     methods = {name: getattr(worker_cls, name, None) for name in dir(worker_cls)}
     return {name: getattr(method, MAGIC_ATTR) for name, method in methods.items() if hasattr(method, MAGIC_ATTR)}
@@ -179,7 +187,7 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str, *, all_ranks_report: b
     whose rows are not collected; these must return a DataProto without rows.
     """
 
-    def dispatch(group: WorkerGroup, *args: Any, **kwargs: Any) -> list[RankCall]:
+    def dispatch(group: Group, *args: Any, **kwargs: Any) -> list[RankCall]:
         """Part ``dp_ranks[r]`` of every DataProto for rank r, each part stored once; other arguments as they are."""
         mesh = group.mesh(mesh_name)
         try:
@@ -192,7 +200,7 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str, *, all_ranks_report: b
             for dp in mesh.dp_ranks
         ]
 
-    def collect(group: WorkerGroup, outputs: list[Any]) -> Any:
+    def collect(group: Group, outputs: list[Any]) -> Any:
         """Outputs of the collecting ranks in dp order, concatenated when they are DataProtos."""
         mesh = group.mesh(mesh_name)
         order = sorted((dp, rank) for rank, dp in enumerate(mesh.dp_ranks) if mesh.is_collect[rank])
@@ -205,18 +213,18 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str, *, all_ranks_report: b
             output.meta_info |= DataProto.concat(reports).meta_info
         return output
 
-    def kept(group: WorkerGroup) -> list[bool]:
+    def kept(group: Group) -> list[bool]:
         return _keep_all(group) if all_ranks_report else list(group.mesh(mesh_name).is_collect)
 
     return DispatchFns(dispatch, collect, kept)
 
 
-def _shared(group: WorkerGroup, value: Any) -> Any:
+def _shared(group: Group, value: Any) -> Any:
     put = getattr(group, "put", None)  # any object with a world_size will do for the functions above
     return put(value) if put is not None and isinstance(value, DataProto) else value
 
 
-def _parts(group: WorkerGroup, value: Any, dp_size: int) -> list[Any]:
+def _parts(group: Group, value: Any, dp_size: int) -> list[Any]:
     if not isinstance(value, DataProto):
         return [value] * dp_size
     if value.is_padding_enabled():
@@ -240,7 +248,7 @@ def _users_fns(dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]) 
     return DispatchFns(partial(_rank_calls, dispatch_fn), collect_fn)
 
 
-def _rank_calls(dispatch_fn: Callable[..., Spread], group: WorkerGroup, *args: Any, **kwargs: Any) -> list[RankCall]:
+def _rank_calls(dispatch_fn: Callable[..., Spread], group: Group, *args: Any, **kwargs: Any) -> list[RankCall]:
     """The arguments of each rank: its entries, if all are lists with one per rank, else all of them as they are."""
     spread, named = dispatch_fn(group, *args, **kwargs)
     ranks = range(group.world_size)

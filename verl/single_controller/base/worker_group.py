@@ -11,6 +11,7 @@ from typing import Any
 
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Registration, registered_methods
+from verl.single_controller.base.mesh import Mesh
 from verl.single_controller.base.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -27,27 +28,6 @@ class WorkerDiedError(RuntimeError):
 
 class WorkerTimeoutError(WorkerError):
     """A call took longer than allowed; the message names the ranks that had not answered."""
-
-
-@dataclass(frozen=True)
-class Mesh:
-    """The part of a batch that each rank takes, and whether the rank returns it: one entry per rank."""
-
-    dp_ranks: tuple[int, ...]
-    is_collect: tuple[bool, ...]
-
-    @property
-    def dp_size(self) -> int:
-        return max(self.dp_ranks) + 1
-
-    def problems(self) -> list[str]:
-        """Returns the parts that do not have exactly one collecting rank."""
-        found = []
-        for dp in range(self.dp_size):
-            ranks = [rank for rank, part in enumerate(self.dp_ranks) if part == dp and self.is_collect[rank]]
-            if len(ranks) != 1:
-                found.append(f"dp rank {dp} is collected from ranks {ranks}, expected exactly one")
-        return found
 
 
 class ResourcePool:
