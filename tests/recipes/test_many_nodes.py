@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -43,7 +44,10 @@ def test_a_host_file_starts_every_other_node_over_ssh(
         expected |= {"export NPUS_PER_NODE=2", f"export OUTPUT_DIR='{tmp_path / 'a folder'}'"}
         assert expected | {f"export RAY_AUTH_TOKEN={hostfile.HIDDEN}"} <= set(sent)
         assert not any("HOSTFILE" in line for line in sent), "it would start the others again"
-        assert sent[-2:] == [f"cd {ROOT}", f"exec {RECIPE.start_command} trainer.save_freq=5 </dev/null"]
+        assert sent[-2:] == [
+            f"cd {shlex.quote(str(ROOT))}",
+            f"exec {RECIPE.start_command} trainer.save_freq=5 </dev/null",
+        ]
         assert f"Node {rank}: worker {address}" in plan
 
 

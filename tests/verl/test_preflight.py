@@ -17,6 +17,7 @@ from recipes.common.tokenizer import write_tokenizer
 from tests.hf_formats.own_code import write_own_code_tokenizer
 from tests.mindspeed_llm.tiny import tiny_hf_config, tiny_qwen3_config, write_tiny_checkpoint
 from verl.trainer.config import PPOTrainerConfig, load_config, validate_config
+from verl.trainer.config.override_text import quoted
 from verl.trainer.main_ppo import EXIT_BAD_INPUT, main
 from verl.trainer.preflight import preflight_problems, writable_problem
 
@@ -36,7 +37,7 @@ def keys(tmp_path: Path) -> dict[str, Any]:
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 1,
         "data.train_files": str(tmp_path / "data.parquet"),
         "data.val_files": str(tmp_path / "data.parquet"),
-        "custom_reward_function.path": FUNCTION,
+        "custom_reward_function.path": quoted(FUNCTION),
         "trainer.default_local_dir": str(tmp_path / "checkpoints"),
         "trainer.report_dir": str(tmp_path / "report"),
         "trainer.n_gpus_per_node": 1,
@@ -181,7 +182,7 @@ def test_a_reward_function_that_cannot_be_called_and_a_source_without_one(keys: 
     keys["custom_reward_function.path"] = tmp_path / "reward.py"
     [problem] = preflight_problems(_config(keys))
     assert "compute_score of" in problem and "cannot be called; expected def NAME(data_source, solution_str" in problem
-    keys |= {"custom_reward_function.path": FUNCTION, "reward_model.reward_manager": "batch"}
+    keys |= {"custom_reward_function.path": quoted(FUNCTION), "reward_model.reward_manager": "batch"}
     assert "takes one sample; its first parameter must be data_sources" in preflight_problems(_config(keys))[0]
     del keys["custom_reward_function.path"], keys["reward_model.reward_manager"]
     [problem] = preflight_problems(_config(keys))
@@ -191,8 +192,8 @@ def test_a_reward_function_that_cannot_be_called_and_a_source_without_one(keys: 
 def test_functions_by_data_source_are_checked_against_the_data(keys: dict[str, Any]) -> None:
     del keys["custom_reward_function.path"]
     section = "custom_reward_function.by_data_source"
-    assert preflight_problems(_config(keys | {f"{section}.s.path": FUNCTION})) == []
-    config = _config(keys | {f"{section}.s.path": FUNCTION, f"{section}.t.path": f"{FUNCTION}.not"})
+    assert preflight_problems(_config(keys | {f"{section}.s.path": quoted(FUNCTION)})) == []
+    config = _config(keys | {f"{section}.s.path": quoted(FUNCTION), f"{section}.t.path": quoted(f"{FUNCTION}.not")})
     problems = "\n".join(preflight_problems(config))
     assert f"{section}.t: {FUNCTION}.not does not exist" in problems
     assert f"{section}.t matches no data source; the data has s" in problems

@@ -108,7 +108,14 @@ def break_weights(llm: LLM) -> None:
     llm.core.worker.model.embed_tokens.weight.data[BAD_TOKEN] = math.nan
 
 
-@pytest.mark.parametrize("given", [{}, {"enforce_eager": False}, {"rollout_ops": "vllm.ops.reference:rollout_ops"}])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        pytest.param({"enforce_eager": False}, marks=needs_compiler),
+        {"rollout_ops": "vllm.ops.reference:rollout_ops"},
+    ],
+)
 def test_generate_raises_and_the_engine_is_clean_afterwards(given: dict[str, Any], tmp_path: Path) -> None:
     llm = LLM(write_checkpoint(tmp_path), skip_tokenizer_init=True, **SIZES, **given)
     whole = [5, 9, 11, 4, 8, 3]
