@@ -22,6 +22,7 @@ from recipes.common.recipe import ROOT
 TAG_NAME = "RECIPE_LAUNCH"
 POLL_S = 0.2
 LAST_LINES = 15
+_KILL_S = 5.0
 
 
 class RunFailed(RuntimeError):
@@ -107,13 +108,17 @@ class OwnProcesses:
             if process.poll() is None:
                 process.terminate()
         psutil.wait_procs(self._ours(), timeout=grace_s)
-        for survivor in self._ours():
+        survivors = self._ours()
+        for survivor in survivors:
             with suppress(psutil.NoSuchProcess):
                 survivor.kill()  # psutil compares the creation time first, so a reused pid is safe
-        _, alive = psutil.wait_procs(self._ours(), timeout=5.0)
+        survivors += self._ours()  # not these alone: a process that is dying has no environment to be known by
+        deadline = time.monotonic() + _KILL_S
+        while (alive := [process for process in survivors if _is_alive(process)]) and time.monotonic() < deadline:
+            time.sleep(0.02)
         for process in self._started:
             process.poll()  # collects the exit status
-        return [f"pid {process.pid}" for process in alive]
+        return [f"pid {pid}" for pid in sorted({process.pid for process in alive})]
 
     def _ours(self) -> list[psutil.Process]:
         found = []
@@ -121,9 +126,16 @@ class OwnProcesses:
             # A process that has ended meanwhile, or is another user's, is not one of ours.
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 is_ours = process.pid != os.getpid() and process.environ().get(TAG_NAME) == self.tag
-                if is_ours and process.status() != psutil.STATUS_ZOMBIE:
+                if is_ours and _is_alive(process):
                     found.append(process)
         return found
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def python_path() -> str:
