@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import FrozenInstanceError, dataclass, fields
-from typing import Any, ClassVar
+from dataclasses import fields
+from typing import Any
 
 from verl.utils.errors import MissingFieldError
 
@@ -28,19 +28,3 @@ class FieldMapping(Mapping):
 
     def __len__(self) -> int:
         return len(fields(self))  # type: ignore[arg-type]
-
-
-@dataclass
-class BaseConfig(FieldMapping):
-    """A dataclass that reads like a dict, and whose fields cannot be changed once they are set.
-
-    A subclass names in ``_mutable_fields`` those that can. ``_target_`` is the class that a YAML file asks for.
-    """
-
-    _mutable_fields: ClassVar[set[str]] = set()
-    _target_: str = ""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.__dict__ and name not in self._mutable_fields:
-            raise FrozenInstanceError(f"Field '{name}' of {type(self).__name__} is frozen; build a new one instead")
-        super().__setattr__(name, value)

@@ -63,14 +63,6 @@ def tensors_of(batch: TensorDict | None) -> dict[str, Tensor]:
     return {} if batch is None else {str(key): batch.get(key) for key in batch.keys()}  # noqa: SIM118
 
 
-def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
-    """Adds the columns of the second to the first, in place; a key of both with different values is an error."""
-    columns = united_tensors(tensor_dict1, tensor_dict2)
-    for key, tensor in tensors_of(columns).items():
-        tensor_dict1[key] = tensor
-    return tensor_dict1
-
-
 def united_tensors(left: TensorDict | None, right: TensorDict | None) -> TensorDict | None:
     """A TensorDict with the columns of both."""
     if right is None:
@@ -81,14 +73,6 @@ def united_tensors(left: TensorDict | None, right: TensorDict | None) -> TensorD
         raise BatchError(f"union of batches of size {tuple(left.batch_size)} and {tuple(right.batch_size)}")
     columns = union_dict(tensors_of(left), tensors_of(right), "batch")
     return TensorDict(columns, batch_size=left.batch_size)
-
-
-def union_numpy_dict(tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Adds the arrays of the second to the first, in place; a key of both with different values is an error."""
-    if wrong := sorted(key for key, array in tensor_dict2.items() if not isinstance(array, np.ndarray)):
-        raise BatchError(f"union: {wrong} are no arrays")
-    tensor_dict1.update(union_dict(tensor_dict1, tensor_dict2, "non_tensor_batch"))
-    return tensor_dict1
 
 
 def merged_settings(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from vllm.v1.engine.output_processor import PromptGroup
+
+class Resumable(Protocol):
+    """The unfinished samples of a request; ``LLM`` queues them again, here or in another engine."""
+
+    def resumed(self, name: str, request_id: str, priority: int) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -59,4 +62,4 @@ class RequestOutput:
     # With SamplingParams.prompt_logprobs, per prompt token: log_softmax(logits) of the model; None for the first token.
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     # The samples of a generation that was cut before its end; LLM.generate can continue them. It may be pickled.
-    resumable: PromptGroup | None = None
+    resumable: Resumable | None = None

@@ -45,7 +45,7 @@ class PackedSeqParams:
 
     cu_seqlens: int32 [B+1], first 0, last T. It is on the host: an attention kernel that takes the lengths as host
     integers would otherwise wait for the device in every layer. max_seqlen: length of the longest sequence. With CP
-    ranks every sequence is padded to a multiple of 2 CP (``context_parallel.padded_length``).
+    ranks every sequence is padded to a multiple of 2 CP.
     is_padding_T: bool, for the tokens that this rank is given (all T, or its part of them under context parallelism),
     before the sequence-parallel split. It is True for padding tokens, which routers neither count nor balance, so that
     nothing depends on how sequences were packed. None: no token is padding.

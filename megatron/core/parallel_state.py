@@ -92,7 +92,7 @@ class GroupBackend:
         return 0
 
 
-# The one object behind ``get_process_groups``: set by initialize_model_parallel, cleared by destroy_model_parallel.
+# Set by initialize_model_parallel, cleared by destroy_model_parallel.
 _GROUPS: ProcessGroups | None = None
 
 
@@ -205,10 +205,3 @@ def destroy_model_parallel() -> None:
     if _GROUPS.world is not dist.group.WORLD:
         dist.destroy_process_group(_GROUPS.world)
     _GROUPS = None
-
-
-def get_process_groups() -> ProcessGroups:
-    """The object that ``initialize_model_parallel`` returned."""
-    if _GROUPS is None:
-        raise RuntimeError("model parallel groups do not exist; call initialize_model_parallel first")
-    return _GROUPS

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megatron.core import parallel_state
-from megatron.core.context_parallel import padded_length, zigzag_indices
+from megatron.core.context_parallel import zigzag_indices
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import ProcessGroups
 from megatron.core.transformer.moe.aux_loss import AuxLossScaler, TokenRows, collect_moe_aux_losses, set_aux_loss_scale
@@ -147,7 +147,7 @@ def _shard(groups: ProcessGroups) -> tuple[torch.Tensor, PackedSeqParams]:
     cp, tp = groups.cp.size(), groups.tp.size()
     padded, real = [], []
     for x_TH in _sequences()[groups.dp.rank() :: groups.dp.size()]:
-        missing = padded_length(len(x_TH), cp) - len(x_TH)
+        missing = -len(x_TH) % (2 * cp) if cp > 1 else 0
         padded.append(torch.cat([x_TH, torch.full((missing, 64), 3.0)]))
         real.append(torch.arange(len(padded[-1])) < len(x_TH))
     dummy = 0 if cp * tp == 1 else 2 * cp * tp - sum(map(len, padded)) % (2 * cp * tp)

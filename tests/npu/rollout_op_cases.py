@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.npu.op_parity import BF16, FP32, Call, Entry, Maker
 from vllm.ops.contract import DecodeMetadata, HeadNorms, KVCache, PrefillMetadata, RolloutOps
-from vllm_ascend.ops.kv_layout import pack
+from vllm_ascend.ops.kv_layout import FRACTAL
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,7 @@ def as_cache(ops: RolloutOps, latent: Tensor, rope: Tensor, layout: str) -> KVCa
     """Pages as the table keeps them: together (reference) or apart, in the layout asked for (Ascend)."""
     if ops.implementations["new_kv_cache"] == "reference":
         return (torch.cat((latent, rope), -1),)
-    return (pack(latent), pack(rope)) if layout == "nz" else (latent, rope)
+    return (_nz(latent), _nz(rope)) if layout == "nz" else (latent, rope)
 
 
 def as_gqa_cache(ops: RolloutOps, keys: Tensor, values: Tensor) -> KVCache:
@@ -326,3 +326,8 @@ CASES: dict[str, Entry] = {
     ),
     "silu_and_mul": _entry(silu_and_mul, npu_ops=("npu_swiglu",)),
 }
+
+
+def _nz(blocks_BSC: Tensor) -> Tensor:
+    """nd -> nz."""
+    return blocks_BSC.unflatten(-1, (-1, FRACTAL)).transpose(1, 2).contiguous()

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.verl.advantages import estimate_advantages
 from verl.trainer.config import AlgoConfig, KLControlConfig
-from verl.trainer.ppo.algos import estimate_advantages
 from verl.trainer.ppo.core_algos import (
     agg_loss,
     get_adv_estimator_fn,

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from verl.protocol import DataProto
+from tests.verl.advantages import estimate_advantages
 from verl.trainer.config import AlgoConfig, load_config, validate_config
 from verl.trainer.ppo import core_algos
-from verl.trainer.ppo.algos import ESTIMATORS, AdvantageEstimator, estimate_advantages
+from verl.trainer.ppo.algos import ESTIMATORS, AdvantageEstimator
 from verl.trainer.ppo.policy_losses import LOSSES
 from verl.workers.config import ActorConfig
 from verl.workers.config.actor import PolicyLossConfig
@@ -119,36 +119,12 @@ def test_straight_through_kl_has_its_own_value_and_the_gradient_of_k2(kind: str)
     assert ours.grad is not None and ours.grad.tolist() == pytest.approx([0.5, -1.0])
 
 
-def test_rewards_value_loss_and_entropy_by_hand() -> None:
-    scores, old, ref = torch.tensor([[0.0, 1.0]]), torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.0]])
-    assert core_algos.compute_rewards(scores, old, ref, 0.1).tolist() == [pytest.approx([-0.05, 1.1])]
-
-    predicted, before, returns = (torch.tensor([values]) for values in ([1.0, 0.0], [0.2, 0.0], [2.0, 1.0]))
-    loss, clipped = core_algos.compute_value_loss(predicted, returns, before, torch.ones(1, 2), 0.5)
-    assert loss.item() == pytest.approx(0.5 * ((0.7 - 2.0) ** 2 + 1.0) / 2) and clipped.item() == 0.5
-
-    logits = torch.tensor([[[0.0, 0.0], [0.0, math.log(3.0)]]])
-    of_second = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))
-    entropy = core_algos.compute_entropy_loss(logits, torch.ones(1, 2))
-    assert entropy.item() == pytest.approx((math.log(2) + of_second) / 2)
-
-
 def _tokens() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """old and new log-probs, advantages, mask [2, 3]; ratios 1, 1.5, 1 | 0.5, 1, (masked)."""
     old = torch.tensor([[-1.0, -2.0, -3.0], [-1.0, -2.0, -9.0]])
     new = old + torch.tensor([[1.0, 1.5, 1.0], [0.5, 1.0, 7.0]]).log()
     advantages = torch.tensor([[2.0] * 3, [-1.0] * 3])
     return old, new, advantages, torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]])
-
-
-def test_the_older_form_of_the_policy_loss() -> None:
-    old, new, advantages, mask = _tokens()
-    loss, clipfrac, kl, lower = core_algos.compute_policy_loss(old, new, advantages, mask, cliprange=0.2)
-    assert loss.item() == pytest.approx((-2.0 - 2.4 - 2.0 + 0.8 + 1.0) / 5)
-    assert (clipfrac.item(), lower.item()) == (pytest.approx(0.4), 0.0)
-    assert kl.item() == pytest.approx(-(math.log(1.5) + math.log(0.5)) / 5)
-    with pytest.raises(ValueError, match="above 1"):
-        core_algos.compute_policy_loss(old, new, advantages, mask, clip_ratio_c=1.0)
 
 
 def test_policy_losses_in_upstreams_form_by_hand() -> None:
@@ -199,20 +175,6 @@ def test_kl_cov_penalises_the_token_of_highest_covariance() -> None:
         old, new, advantages, mask, config=ActorConfig(policy_loss=settings)
     )
     assert loss.item() == pytest.approx((-2.0 * math.exp(-0.2) + 10.0 * 0.2 - 3.0 - 2.0 + 0.5 + 1.0) / 5, abs=1e-6)
-
-
-def test_pf_ppo_draws_rows_by_the_weight_of_their_score() -> None:
-    scores = torch.tensor([[0.0, 0.0], [0.0, 1.0], [0.0, 0.0], [0.5, 0.0]])
-    batch = DataProto.from_dict({"token_level_scores": scores, "row": torch.arange(4)})
-    torch.manual_seed(0)
-    drawn = {
-        method: core_algos.compute_pf_ppo_reweight_data(batch, method).batch["row"].tolist()
-        for method in ("pow", "max_min", "max_random")
-    }
-    assert all(len(rows) == 4 for rows in drawn.values())
-    assert set(drawn["pow"]) <= {1, 3} and 3 not in drawn["max_min"]
-    with pytest.raises(ValueError, match="reweight_method is 'absent'"):
-        core_algos.compute_pf_ppo_reweight_data(batch, "absent")
 
 
 @pytest.mark.parametrize("name", ["gae", "remax"])

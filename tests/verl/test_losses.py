@@ -8,7 +8,8 @@ import torch
 from tests.megatron.model_helpers import one_process_groups
 from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn, kl_penalty, token_loss_weights
 from verl.utils.megatron.packed_batch import PackedMicroBatch, pack_micro_batch
-from verl.workers.actor.policy_loss import LossInputs, PolicyLoss, UpdateMetrics
+from verl.workers.actor.loss_inputs import LossInputs
+from verl.workers.actor.policy_loss import PolicyLoss, UpdateMetrics
 from verl.workers.config import ActorConfig
 from verl.workers.config.actor import LOSS_AGG_MODES
 

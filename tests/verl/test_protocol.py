@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl.protocol import DataProto, collate_fn, pad_dataproto_to_divisor, unpad_dataproto
+from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.row_refs import RowRefs
 
 
@@ -58,12 +58,9 @@ def test_empty_selection_and_negative_step() -> None:
     assert uids(make_batch()[::-1]) == ["u3", "u2", "u1", "u0"]
 
 
-def test_rows_collate_back() -> None:
-    data = make_batch()
-    item = data[2]
+def test_a_row_by_its_index() -> None:
+    item = make_batch()[2]
     assert item.non_tensor_batch["uid"] == "u2" and item.batch["x"].tolist() == [6, 7, 8]
-    back = collate_fn([data[i] for i in range(len(data))])
-    assert torch.equal(back.batch["x"], data.batch["x"]) and uids(back) == uids(data)
 
 
 def test_select_and_pop_name_what_is_missing() -> None:

@@ -81,7 +81,6 @@ PROMISED = {
     "verl.utils.dataset": ("RLHFDataset",),
     "verl.utils.dataset.rl_dataset": ("RLHFDataset", "collate_fn"),
     "verl.experimental.dataset.sampler": ("AbstractSampler", "AbstractCurriculumSampler"),
-    "verl.trainer.main_ppo": ("create_rl_dataset", "create_rl_sampler"),
     "verl.utils.import_utils": ("import_external_libs", "load_extern_type"),
 }
 

@@ -26,7 +26,8 @@ from verl.single_controller.base.decorator import (
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
-from verl.single_controller.base.worker_group import Mesh, WorkerGroup
+from verl.single_controller.base.mesh import Mesh
+from verl.single_controller.base.worker_group import WorkerGroup
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.single_controller.ray.resources import Slot, actor_resources, rank_environment
 
@@ -63,10 +64,6 @@ def worker_class() -> type[Worker]:
         @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
         def who(self) -> int:
             return self.rank
-
-        @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-        def later(self, number: int) -> int:
-            return number
 
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
         def fail(self, rank: int) -> None:
@@ -178,12 +175,12 @@ def test_two_groups_in_one_world_meet_work_beside_each_other_and_tell_who_died(l
         places = [list(found.values()) for group in (first, second) for found in group.environment(names)]
         assert places == [["0", "3", "0"], ["1", "3", "1"], ["2", "3", "2"]]
         assert get_together(first.start("all_reduce_once"), second.start("all_reduce_once")) == [[3.0, 3.0], [3.0]]
-        beside = second.start("later", 7)
+        beside = second.start("add_rank", 7)
         seen: list[bool] = []
         first.while_waiting = lambda: seen.append(beside.is_done())
         while True not in seen:
             assert first.who() == 0
-        assert beside.get() == [7]
+        assert beside.get() == [9]
         first.while_waiting = None
         calls = first.start("all_reduce_once"), second.start("sleep")
         assert not any(call.is_done() for call in calls)
@@ -209,8 +206,6 @@ def test_calls_over_a_2x2_mesh(local_ray: None) -> None:
             group.double(data[:5])
         assert group.add_rank([10, 20, 30, 40]) == [10, 21, 32, 43]
         assert group.who() == 0
-        pending = group.later(7)
-        assert ray.get(pending) == [7] * 4
         check_environment(group)
         with pytest.raises(AttributeError, match="no method 'doubel'"):
             group.doubel(data)

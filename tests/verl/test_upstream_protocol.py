@@ -5,31 +5,18 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from tensordict import TensorDict
 
 from tests.verl.upstream_api import module_differences
 from verl import DataProto
 from verl.protocol import (
     DataProtoConfig,
-    DataProtoFuture,
-    all_gather_data_proto,
-    deserialize_single_tensor,
-    deserialize_tensordict,
-    fold_batch_dim,
     pad_dataproto_to_divisor,
-    serialize_single_tensor,
-    serialize_tensordict,
-    unfold_batch_dim,
-    union_numpy_dict,
-    union_tensor_dict,
 )
-from verl.utils import tensordict_utils as tu
 
 
 def three_rows() -> DataProto:
@@ -45,22 +32,12 @@ def labels(data: DataProto) -> list[str]:
 def test_signatures_are_upstreams() -> None:
     assert not module_differences(
         "verl.protocol",
-        *("DataProto", "DataProtoItem", "DataProtoFuture", "pad_dataproto_to_divisor", "unpad_dataproto"),
-        *(
-            "union_tensor_dict",
-            "union_numpy_dict",
-            "list_of_dict_to_dict_of_list",
-            "fold_batch_dim",
-            "unfold_batch_dim",
-        ),
-        *("serialize_single_tensor", "serialize_tensordict", "deserialize_single_tensor", "deserialize_tensordict"),
-        *("collate_fn", "all_gather_data_proto"),
+        *("DataProto", "DataProtoItem", "pad_dataproto_to_divisor", "unpad_dataproto"),
+        "list_of_dict_to_dict_of_list",
     )
     assert not module_differences(
         "verl.utils.tensordict_utils",
-        *("assign_non_tensor_dict", "assign_non_tensor_data", "assign_non_tensor", "unwrap_non_tensor_data"),
-        *("get_non_tensor_data", "get_tensordict", "index_select_tensor_dict", "union_tensor_dict", "make_iterator"),
-        *("assert_tensordict_eq", "pop", "pad_to_divisor", "unpad"),
+        *("assign_non_tensor_dict", "assign_non_tensor_data", "get_tensordict"),
     )
 
 
@@ -79,16 +56,6 @@ def test_several_batch_dimensions_only_for_tensors_that_share_them() -> None:
     for error in (AssertionError, ValueError):  # upstream's error and ours
         with pytest.raises(error, match="the first 3 dimensions"):
             DataProto.from_dict(tensors, num_batch_dims=3)
-
-
-def test_folding_and_unfolding_the_batch_dimension() -> None:
-    folded = fold_batch_dim(three_rows().repeat(2), new_batch_size=3)
-    assert folded.batch["obs"].tolist() == [[[1, 2]] * 2, [[3, 4]] * 2, [[5, 6]] * 2]
-    assert labels(folded) == [["a", "a"], ["b", "b"], ["c", "c"]]
-    folded.reorder(torch.tensor([1, 2, 0]))
-    flat = unfold_batch_dim(folded, batch_dims=2)
-    assert flat.batch["obs"].tolist() == [[3, 4]] * 2 + [[5, 6]] * 2 + [[1, 2]] * 2
-    assert labels(flat) == ["b", "b", "c", "c", "a", "a"] and flat.meta_info == {"info": "test"}
 
 
 def test_repeating_rows_each_its_own_number_of_times() -> None:
@@ -164,15 +131,6 @@ def test_settings_of_the_parts_are_merged_by_concat() -> None:
         DataProto.concat(parts)
 
 
-def test_unions_of_dicts_change_the_first_one() -> None:
-    first, second = ({name: np.array([1, "b", np.nan], dtype=object)} for name in ("x", "y"))
-    assert union_numpy_dict(first, second) is first and set(first) == {"x", "y"}
-    left, right = (TensorDict({name: torch.zeros(2)}, batch_size=[2]) for name in ("a", "b"))
-    assert union_tensor_dict(left, right) is left and set(left.keys()) == {"a", "b"}
-    with pytest.raises(AssertionError, match="different values for"):
-        union_numpy_dict(first, {"x": np.array([2, "b", np.nan], dtype=object)})
-
-
 def test_a_batch_whose_columns_are_all_taken_keeps_its_rows() -> None:
     data = DataProto.from_dict({"x": torch.arange(3)})
     popped = data.pop(["x"])
@@ -211,69 +169,5 @@ def test_a_deep_copy_of_columns_is_independent() -> None:
     assert data.batch["obs"][0, 0] == 9
 
 
-def test_tensordict_there_and_back() -> None:
-    data = three_rows()
-    joined = data.to_tensordict()
-    assert joined["obs"].tolist() == [[1, 2], [3, 4], [5, 6]] and joined["labels"] == ["a", "b", "c"]
-    assert tu.get_non_tensor_data(joined, "info", None) == "test" and tu.get_non_tensor_data(joined, "no", 7) == 7
-    back = DataProto.from_tensordict(joined)
-    assert labels(back) == ["a", "b", "c"] and back.meta_info == {"info": "test"}
-    assert back.batch["obs"].tolist() == data.batch["obs"].tolist()
-    assert "obs: (3, 2) (torch.int64) cpu" in data.get_data_info()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
-def test_tensors_survive_serialisation(dtype: torch.dtype) -> None:
-    tensor = torch.arange(6).reshape(2, 3).to(dtype)
-    assert deserialize_single_tensor(pickle.loads(pickle.dumps(_plain(serialize_single_tensor(tensor))))).equal(tensor)
-    ragged = torch.nested.as_nested_tensor([torch.arange(2), torch.arange(3)], layout=torch.jagged)
-    batch = deserialize_tensordict(serialize_tensordict(TensorDict({"x": tensor, "r": ragged}, batch_size=[2])))
-    assert batch["x"].equal(tensor) and [row.tolist() for row in batch["r"].unbind()] == [[0, 1], [0, 1, 2]]
-
-
 def _plain(serialized: tuple) -> tuple:
     return (*serialized[:2], bytes(serialized[2]))
-
-
-class _Answer:
-    def __init__(self, value: DataProto) -> None:
-        self.value = value
-
-    def get(self) -> DataProto:
-        return self.value
-
-
-def test_a_future_joins_and_splits_what_is_still_computed() -> None:
-    future = DataProtoFuture.concat([_Answer(three_rows()), _Answer(three_rows())])
-    assert labels(future.get()) == ["a", "b", "c"] * 2
-    assert [labels(part.get()) for part in future.chunk(2)] == [["a", "b", "c"], ["a", "b", "c"]]
-
-
-def test_all_ranks_gather_every_row(tmp_path: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        data = three_rows()
-        all_gather_data_proto(data, dist.group.WORLD)
-    finally:
-        dist.destroy_process_group()
-    assert labels(data) == ["a", "b", "c"] and data.meta_info == {"info": "test"}
-
-
-def test_tensordicts_with_objects() -> None:
-    ragged = torch.nested.as_nested_tensor([torch.arange(n) for n in (1, 2, 3, 4)], layout=torch.jagged)
-    batch = tu.get_tensordict({"x": torch.arange(4), "r": ragged, "names": ["a", "b", "c", "d"]}, {"t": 0.5})
-    chosen = tu.index_select_tensor_dict(batch, [3, 1])
-    assert chosen["x"].tolist() == [3, 1] and chosen["names"] == ["d", "b"] and chosen["t"] == 0.5
-    assert [row.tolist() for row in chosen["r"].unbind()] == [[0, 1, 2, 3], [0, 1]]
-    padded, pad_size = tu.pad_to_divisor(batch, 3)
-    assert pad_size == 2 and padded["names"] == ["a", "b", "c", "d", "a", "b"]
-    tu.assert_tensordict_eq(tu.unpad(padded, pad_size), batch)
-    with pytest.raises(AssertionError):
-        tu.assert_tensordict_eq(chosen, tu.index_select_tensor_dict(batch, [3, 2]))
-    taken = tu.pop(batch, ["names"])
-    assert taken["names"] == ["a", "b", "c", "d"] and "names" not in batch.keys()  # noqa: SIM118
-    assert sorted(tu.union_tensor_dict(batch, taken).keys()) == ["names", "r", "t", "x"]
-    with pytest.raises(AssertionError, match="different values"):
-        tu.union_tensor_dict(batch, TensorDict({"x": torch.zeros(4)}, batch_size=[4]))
-    pairs = [part["x"].tolist() for part in tu.make_iterator(batch, 2, epochs=2)]
-    assert pairs == [[0, 1], [2, 3]] * 2

@@ -66,12 +66,6 @@ def cost_of(op: str, types: str) -> OpCost | None:
     return OpCost(on_control, waits, entry["source"])
 
 
-def is_launched(op: str) -> bool:
-    """Whether the host queues something for the op: it is neither a view nor memory without a value."""
-    _, entry = _entry(op)
-    return not (entry and entry.get("host")) and op != "aten::_local_scalar_dense"
-
-
 def by_phase(calls: Iterable[tuple[str, str, str, int]]) -> dict[str, PhaseCosts]:
     """The costs of every phase; a call is its phase, its op (empty: the phase came), its types and how often."""
     found: dict[str, PhaseCosts] = {}

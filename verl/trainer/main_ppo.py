@@ -10,7 +10,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig
 
@@ -147,22 +146,6 @@ def how_to_continue(checkpoint_dir: str) -> str:
     if newest is None:
         return "no checkpoint was written yet: the same command starts the training again"
     return f"run the same command again to continue from {newest.directory}, which is kept"
-
-
-def create_rl_dataset(
-    data_paths: Any, data_config: Any, tokenizer: Any, processor: Any, is_train: bool = True, max_samples: int = -1
-) -> Any:
-    """``verl.utils.dataset.creation.create_rl_dataset``, under upstream's name."""
-    from verl.utils.dataset import creation
-
-    return creation.create_rl_dataset(data_paths, data_config, tokenizer, processor, is_train, max_samples)
-
-
-def create_rl_sampler(data_config: Any, dataset: Any) -> Any:
-    """``verl.utils.dataset.creation.create_rl_sampler``, under upstream's name."""
-    from verl.utils.dataset import creation
-
-    return creation.create_rl_sampler(data_config, dataset)
 
 
 def worker_classes(config: PPOTrainerConfig) -> tuple[type, type | None]:

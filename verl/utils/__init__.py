@@ -10,8 +10,6 @@ _FROM = {
     "group_mean_std": "groupwise",
     "hf_processor": "tokenizer",
     "hf_tokenizer": "tokenizer",
-    "omega_conf_to_dataclass": "config",
-    "validate_config": "config",
 }
 
 __all__ = list(_FROM)

@@ -65,13 +65,8 @@ def __getattr__(name: str) -> Any:
     if name == "is_cuda_available":
         return torch.cuda.is_available()
     if name == "is_npu_available":
-        return is_torch_npu_available()
+        return get_device_name() == "npu"
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def is_torch_npu_available() -> bool:
-    """Whether torch_npu is installed and this machine has an Ascend device."""
-    return resolve_device("auto") == "npu"
 
 
 def get_device_name() -> str:
@@ -87,22 +82,6 @@ def get_torch_device() -> Any:
 def get_device_id() -> int:
     """The index of this process's device; 0 on a CPU."""
     return 0 if get_device_name() == "cpu" else int(get_torch_device().current_device())
-
-
-def get_nccl_backend() -> str:
-    """The backend of torch.distributed for the device that this machine has: hccl, nccl or gloo."""
-    return dist_backend(get_device_name())
-
-
-def get_visible_devices_keyword() -> str:
-    """The variable that says which devices a process sees."""
-    return "ASCEND_RT_VISIBLE_DEVICES" if is_torch_npu_available() else "CUDA_VISIBLE_DEVICES"
-
-
-def set_expandable_segments(enable: bool) -> None:
-    """Lets CUDA's allocator grow its segments or not; other devices read it from their environment at start."""
-    if get_device_name() == "cuda":
-        torch.cuda.memory._set_allocator_settings(f"expandable_segments:{enable}")
 
 
 def ops_providers(trainer: TrainerConfig, device: str) -> tuple[str, str]:

@@ -9,7 +9,7 @@ import socket
 
 import torch.distributed as dist
 
-from verl.utils.device import device_module, dist_backend, get_device_name
+from verl.utils.device import dist_backend
 from verl.utils.net_utils import LOOPBACK
 
 HCCL_CONNECT_RANGE_S = (120, 7200)  # what HCCL_CONNECT_TIMEOUT may be
@@ -57,25 +57,3 @@ def _loopback_store(port: int, rank: int, timeout: datetime.timedelta) -> dist.T
         master_listen_fd=listener.detach(),
         use_libuv=False,  # torch 2.5's server with libuv opens a socket of its own
     )
-
-
-def initialize_global_process_group(timeout_second: float = 36000) -> tuple[int, int, int]:
-    """Joins the world that torchrun describes, on the device of this machine; (local rank, rank, number of ranks)."""
-    device = get_device_name()
-    local_rank = int(os.environ["LOCAL_RANK"])
-    if (accelerator := device_module(device)) is not None:
-        accelerator.set_device(local_rank)
-    join_world(device, timeout_second)
-    return local_rank, dist.get_rank(), dist.get_world_size()
-
-
-def initialize_global_process_group_ray(timeout_second: float | None = None) -> None:
-    """Joins the world of a worker group, whose environment its launcher sets; None waits as long as torch's default."""
-    default_s = datetime.timedelta(minutes=30).total_seconds()
-    join_world(get_device_name(), default_s if timeout_second is None else timeout_second)
-
-
-def destroy_global_process_group() -> None:
-    """Leaves the world, if this process is in one."""
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Statistics of groups of rows (upstream: ``verl.utils.groupwise``)."""
+"""For plug-ins alone: statistics of groups of rows (upstream: ``verl.utils.groupwise``)."""
 
 from __future__ import annotations
 

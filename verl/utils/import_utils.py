@@ -6,9 +6,7 @@ import hashlib
 import importlib
 import importlib.util
 import sys
-import warnings
-from collections.abc import Callable, Sequence
-from functools import cache, wraps
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -57,59 +55,6 @@ def import_external_libs(external_libs: str | Sequence[str] | None = None) -> No
             _load_file(library)
         else:
             importlib.import_module(library)
-
-
-@cache
-def is_megatron_core_available() -> bool:
-    return _is_installed("megatron.core")
-
-
-@cache
-def is_vllm_available() -> bool:
-    return _is_installed("vllm")
-
-
-@cache
-def is_nvtx_available() -> bool:
-    return _is_installed("nvtx")
-
-
-@cache
-def is_trl_available() -> bool:
-    return _is_installed("trl")
-
-
-def deprecated(replacement: str = "") -> Callable[[Any], Any]:
-    """Decorator of a function or class: each call warns that it goes away, and names what to use instead."""
-
-    def decorate(target: Any) -> Any:
-        advice = f"; use {replacement} instead" if replacement else ""
-        text = f"{target.__module__}.{target.__qualname__} is deprecated{advice}"
-
-        def warn() -> None:
-            warnings.warn(text, FutureWarning, stacklevel=3)
-
-        if isinstance(target, type):
-            return type(target.__name__, (target,), {"__init__": _after(warn, target.__init__)})  # type: ignore[misc]
-        return _after(warn, target)
-
-    return decorate
-
-
-def _after(warn: Callable[[], None], function: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        warn()
-        return function(*args, **kwargs)
-
-    return call
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def _load_file(file_path: str) -> ModuleType:

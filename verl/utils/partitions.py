@@ -39,41 +39,6 @@ def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int
     return partitions if equal_size else _fill_empty(partitions, seqlen_list)
 
 
-def karmarkar_karp(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> list[list[int]]:
-    """``get_seqlen_balanced_partitions`` by the name of its method."""
-    return get_seqlen_balanced_partitions(seqlen_list, k_partitions, equal_size)
-
-
-def greedy_partition(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> list[list[int]]:
-    """The same by giving each index, the longest first, to the group with the smallest sum that has room."""
-    room = len(seqlen_list) // k_partitions if equal_size else len(seqlen_list)
-    if equal_size and len(seqlen_list) % k_partitions:
-        raise BatchError(f"{len(seqlen_list)} sequences do not divide over {k_partitions} partitions of equal size")
-    sums, groups = [0] * k_partitions, [list[int]() for _ in range(k_partitions)]
-    for row in sorted(range(len(seqlen_list)), key=lambda i: (-seqlen_list[i], i)):
-        chosen = min((g for g in range(k_partitions) if len(groups[g]) < room), key=lambda g: (sums[g], g))
-        groups[chosen].append(row)
-        sums[chosen] += seqlen_list[row]
-    return [sorted(group) for group in groups]
-
-
-def log_seqlen_unbalance(
-    seqlen_list: Sequence[int], partitions: Sequence[Sequence[int]], prefix: str
-) -> dict[str, float]:
-    """Smallest and largest sum of equal runs of the list as it is, and of ``partitions`` (``balanced_*``); the mean."""
-    size = max(len(seqlen_list) // len(partitions), 1)
-    before = [sum(seqlen_list[first : first + size]) for first in range(0, len(seqlen_list), size)]
-    after = [sum(seqlen_list[row] for row in rows) for rows in partitions]
-    return {
-        f"{prefix}/min": min(before),
-        f"{prefix}/max": max(before),
-        f"{prefix}/minmax_diff": max(before) - min(before),
-        f"{prefix}/balanced_min": min(after),
-        f"{prefix}/balanced_max": max(after),
-        f"{prefix}/mean": sum(seqlen_list) / len(partitions),
-    }
-
-
 def balanced_order(
     seqlen_list: Sequence[int],
     num_ranks: int,

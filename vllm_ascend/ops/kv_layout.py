@@ -33,11 +33,6 @@ def is_nz(pages: Tensor) -> bool:
     return pages.dim() == 4
 
 
-def pack(blocks_BSC: Tensor) -> Tensor:
-    """nd -> nz."""
-    return blocks_BSC.unflatten(-1, (-1, FRACTAL)).transpose(1, 2).contiguous()
-
-
 def unpack(blocks: Tensor) -> Tensor:
     """Blocks of either layout -> nd."""
     return blocks.transpose(1, 2).flatten(2) if is_nz(blocks) else blocks

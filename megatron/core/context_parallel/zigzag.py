@@ -17,11 +17,6 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.utils import async_h2d
 
 
-def padded_length(length: int, cp_size: int) -> int:
-    """The shortest length from ``length`` on that can be cut for ``cp_size`` ranks."""
-    return length if cp_size == 1 else length + -length % (2 * cp_size)
-
-
 def zigzag_indices(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
     """Return int64 [t]: the indices, in the packed order of all tokens, of the tokens that ``cp_rank`` holds.
 
@@ -54,7 +49,7 @@ def _check_lengths(lengths: Tensor, cp_size: int) -> None:
         shown = ", ".join(f"sequence {i} has {int(lengths[i])} tokens" for i in wrong[:5])
         raise ValueError(
             f"{shown}{', ...' if len(wrong) > 5 else ''}; context_parallel_size {cp_size} needs multiples of "
-            f"{2 * cp_size}: pad every sequence to context_parallel.padded_length(length, {cp_size})"
+            f"{2 * cp_size}: pad every sequence to one"
         )
 
 

@@ -16,7 +16,7 @@ from tools.plan.timing import load_constants
 from tools.plan.timing.lengths import length_distribution
 from tools.plan.timing.links import Group, Links, layout_group
 from tools.plan.timing.published import PublishedRun, published_model, published_runs
-from tools.plan.timing.rollout import decode_step, rollout_seconds
+from tools.plan.timing.rollout import RolloutTimes, rollout_seconds
 from tools.plan.timing.training import pipeline_seconds
 from tools.plan.timing.transitions import dispatch_seconds, weight_sync_seconds
 
@@ -170,7 +170,7 @@ def test_decode_steps_are_those_of_the_published_table() -> None:
     run, rates = run_called("cann, random weights"), load_constants().rates("ascend")
     shape = replace(run.shape, rollout=replace(run.shape.rollout, graph_sizes=()))
     for sequences, published_ms in ((64, 76), (32, 67), (16, 61), (8, 57), (4, 55), (2, 54), (1, 54)):
-        step = decode_step(shape, run.device, rates, sequences, 3072)
+        step = RolloutTimes(shape, run.device, rates).decode_step(sequences, 3072)
         assert 1e3 * (sum(step.values()) - step["host"]) == pytest.approx(published_ms, rel=0.1)
 
 
@@ -185,7 +185,8 @@ def test_fp8_is_faster_where_a_device_multiplies_it() -> None:
     )
     assert 0.5 * bf16_s < fp8_s < 0.7 * bf16_s and stored_s == bf16_s
     many = 4096.0  # what counts is what is multiplied
-    fp8_s, stored_s = (decode_step(in_fp8, device, rates, many, 64)["weights"] for device in (hopper, without))
+    times = (RolloutTimes(in_fp8, device, rates) for device in (hopper, without))
+    fp8_s, stored_s = (found.decode_step(many, 64)["weights"] for found in times)
     assert fp8_s == pytest.approx(stored_s * 989 / 1979, rel=0.2)
 
 

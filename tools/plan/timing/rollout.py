@@ -25,16 +25,7 @@ TERMS = ("latency", "weights", "cache", "collectives", "host")  # of a decode st
 
 def rollout_seconds(shape: RunShape, device: DeviceProfile, rates: Rates) -> dict[str, float]:
     """Terms of the generation of one step's responses."""
-    return _Rollout(shape, device, rates).seconds()
-
-
-def decode_step(
-    shape: RunShape, device: DeviceProfile, rates: Rates, sequences: float, context: float
-) -> dict[str, float]:
-    """``TERMS`` of one step of ``sequences`` running sequences on each replica, each with ``context`` tokens in the
-    cache.
-    """
-    return _Rollout(shape, device, rates).decode_step(sequences, context)
+    return RolloutTimes(shape, device, rates).seconds()
 
 
 def rollout_weights(shape: RunShape) -> float:
@@ -44,7 +35,7 @@ def rollout_weights(shape: RunShape) -> float:
 
 
 @dataclass
-class _Rollout:
+class RolloutTimes:
     shape: RunShape
     device: DeviceProfile
     rates: Rates
@@ -101,7 +92,7 @@ class _Rollout:
         return max(1.0, min(self.rollout.max_num_seqs, tokens / mean_context))
 
     def decode_step(self, sequences: float, context: float) -> dict[str, float]:
-        """See the function ``decode_step``."""
+        """``TERMS`` of one step of ``sequences`` running on each replica, each with ``context`` tokens in the cache."""
         work, rollout, device, rates = self.work, self.rollout, self.device, self.rates
         computed = self._graph_size(sequences)
         bytes_per_s = device.hbm_bytes_per_s * rates.memory_efficiency

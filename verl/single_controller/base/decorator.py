@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from verl.protocol import BY_RANK, DataProto, DataProtoFuture, pad_dataproto_to_divisor
-from verl.utils.dynamic_enum import DynamicEnum
-from verl.utils.errors import BatchError, UnknownNameError
-
-if TYPE_CHECKING:
-    from verl.single_controller.base.worker import Worker
-    from verl.single_controller.base.worker_group import WorkerGroup
+from verl.protocol import BY_RANK, DataProto, pad_dataproto_to_divisor
+from verl.single_controller.base.mesh import Mesh
+from verl.utils.errors import BatchError
 
 MAGIC_ATTR = "attrs_3141562937"  # upstream's: what a method has that a group may call
 
@@ -22,51 +19,37 @@ RankCall = tuple[tuple, dict[str, Any]]
 Spread = tuple[tuple, dict[str, Any]]  # every argument as a list with one entry per rank
 
 
-class Dispatch(DynamicEnum):
-    """Named ways to spread a call over the ranks; users add their own by ``register_dispatch_mode``."""
+class Group(Protocol):
+    """What dispatching asks of a group of workers."""
 
-    _registry: ClassVar[dict[str, DynamicEnum]] = {}
-    _next_value: ClassVar[int] = 0
-    ONE_TO_ALL: ClassVar[Any]  # every rank gets the same arguments; a list of outputs comes back
-    ALL_TO_ALL: ClassVar[Any]  # lists with one entry per rank are spread, other arguments go to every rank
-    DP_COMPUTE: ClassVar[Any]  # every argument is a list with one entry per rank; a list of outputs comes back
-    DP_COMPUTE_PROTO: ClassVar[Any]  # every rank gets one equal part of each DataProto; outputs are concatenated
-    DP_COMPUTE_PROTO_WITH_FUNC: ClassVar[Any]  # the same; the first argument is a function that every rank gets
-    DP_COMPUTE_METRIC: ClassVar[Any]  # parts as DP_COMPUTE_PROTO; a list of outputs comes back
-    DIRECT_ROLLOUT_METHOD: ClassVar[Any]  # not called through a group
+    name: str
+
+    @property
+    def world_size(self) -> int: ...
+
+    def mesh(self, mesh_name: str) -> Mesh: ...
 
 
-class Execute(DynamicEnum):
+class Dispatch(Enum):
+    """Named ways to spread a call over the ranks."""
+
+    RANK_ZERO = "rank 0 alone runs the call"
+    ONE_TO_ALL = "every rank gets the same arguments; a list of outputs comes back"
+    ALL_TO_ALL = "lists with one entry per rank are spread, other arguments go to every rank"
+    DP_COMPUTE = "every argument is a list with one entry per rank; a list of outputs comes back"
+    DP_COMPUTE_PROTO = "every rank gets one equal part of each DataProto; outputs are concatenated"
+    DP_COMPUTE_PROTO_WITH_FUNC = "the same; the first argument is a function that every rank gets"
+    DP_COMPUTE_METRIC = "parts as DP_COMPUTE_PROTO; a list of outputs comes back"
+
+
+class Execute(Enum):
     """Which ranks run the call."""
 
-    _registry: ClassVar[dict[str, DynamicEnum]] = {}
-    _next_value: ClassVar[int] = 0
-    ALL: ClassVar[Any]
-    RANK_ZERO: ClassVar[Any]
+    ALL = "all"
+    RANK_ZERO = "rank 0"
 
 
-def init_predefined_dispatch_mode() -> None:
-    """Registers the modes above that are not registered."""
-    for name in _MODES:
-        if Dispatch.from_name(name) is None:
-            Dispatch.register(name)
-
-
-def init_predefined_execute_mode() -> None:
-    for name in ("ALL", "RANK_ZERO"):
-        if Execute.from_name(name) is None:
-            Execute.register(name)
-
-
-_MODES = (
-    *("RANK_ZERO", "ONE_TO_ALL", "ALL_TO_ALL", "DP_COMPUTE", "DP_COMPUTE_PROTO", "DP_COMPUTE_PROTO_WITH_FUNC"),
-    *("DP_COMPUTE_METRIC", "DIRECT_ROLLOUT_METHOD"),
-)
-init_predefined_dispatch_mode()
-init_predefined_execute_mode()
-
-
-def _keep_all(group: WorkerGroup) -> list[bool]:
+def _keep_all(group: Group) -> list[bool]:
     return [True] * group.world_size
 
 
@@ -81,8 +64,8 @@ class DispatchFns:
     """
 
     dispatch: Callable[..., list[RankCall]]
-    collect: Callable[[WorkerGroup, list[Any]], Any]
-    kept: Callable[[WorkerGroup], list[bool]] = _keep_all
+    collect: Callable[[Group, list[Any]], Any]
+    kept: Callable[[Group], list[bool]] = _keep_all
 
 
 @dataclass(frozen=True)
@@ -91,29 +74,20 @@ class Registration:
 
     fns: DispatchFns
     is_rank_zero: bool
-    blocking: bool
 
 
 def register(
     dispatch_mode: Dispatch | DispatchFns | Mapping[str, Callable[..., Any]] = Dispatch.ALL_TO_ALL,
     execute_mode: Execute = Execute.ALL,
-    blocking: bool = True,
-    materialize_futures: bool = True,
 ) -> Callable[[Method], Method]:
     """Makes a worker's method callable on its group.
 
     Args:
-        dispatch_mode: a registered mode, or ``{"dispatch_fn": ..., "collect_fn": ...}`` as in
-            ``register_dispatch_mode``.
-        blocking: False: the call returns what it would collect, with references of Ray in the place of outputs: a list
-            for ``ray.get``, or a ``DataProtoFuture`` where outputs are batches; both can be arguments of further calls.
-        materialize_futures: whether a worker gets such an argument's output; there is no other way here.
+        dispatch_mode: a mode, or ``{"dispatch_fn": ..., "collect_fn": ...}``: functions that take the group first.
     """
-    if not materialize_futures:
-        raise ValueError("materialize_futures=False: arguments are always complete before a call of theirs starts")
     _check_dispatch_mode(dispatch_mode)
     _check_execute_mode(execute_mode)
-    is_rank_zero = execute_mode is Execute.RANK_ZERO or dispatch_mode is Dispatch["RANK_ZERO"]
+    is_rank_zero = execute_mode is Execute.RANK_ZERO or dispatch_mode is Dispatch.RANK_ZERO
     if isinstance(dispatch_mode, DispatchFns):
         fns = dispatch_mode
     elif is_rank_zero and dispatch_mode is Dispatch.ALL_TO_ALL:
@@ -121,7 +95,7 @@ def register(
     else:
         functions = get_predefined_dispatch_fn(dispatch_mode) if isinstance(dispatch_mode, Dispatch) else dispatch_mode
         fns = _users_fns(**functions)
-    registration = Registration(fns, is_rank_zero, blocking)
+    registration = Registration(fns, is_rank_zero)
 
     def mark(method: Method) -> Method:
         setattr(method, MAGIC_ATTR, registration)
@@ -136,15 +110,17 @@ def _check_dispatch_mode(dispatch_mode: Any) -> None:
         if missing := sorted({"dispatch_fn", "collect_fn"} - set(dispatch_mode)):
             raise BatchError(f"a dispatch mode of functions needs {missing}")
     elif not isinstance(dispatch_mode, Dispatch | DispatchFns):
-        raise BatchError(f"dispatch_mode is {dispatch_mode!r}; expected one of {Dispatch.names()}, or its functions")
+        raise BatchError(
+            f"dispatch_mode is {dispatch_mode!r}; expected one of {[mode.name for mode in Dispatch]}, or its functions"
+        )
 
 
 def _check_execute_mode(execute_mode: Any) -> None:
     if not isinstance(execute_mode, Execute):
-        raise BatchError(f"execute_mode is {execute_mode!r}; expected one of {Execute.names()}")
+        raise BatchError(f"execute_mode is {execute_mode!r}; expected one of {[mode.name for mode in Execute]}")
 
 
-def registered_methods(worker_cls: type[Worker]) -> dict[str, Registration]:
+def registered_methods(worker_cls: type) -> dict[str, Registration]:
     """The methods of ``worker_cls`` marked with ``@register``, inherited ones included."""
     methods = {name: getattr(worker_cls, name, None) for name in dir(worker_cls)}
     return {name: getattr(method, MAGIC_ATTR) for name, method in methods.items() if hasattr(method, MAGIC_ATTR)}
@@ -160,11 +136,6 @@ def dispatch_one_to_all(worker_group: Any, *args: Any, **kwargs: Any) -> Spread:
 def dispatch_all_to_all(worker_group: Any, *args: Any, **kwargs: Any) -> Spread:
     """Every argument as it is: a group spreads lists with one entry per rank, when all arguments are such lists."""
     return args, kwargs
-
-
-def dummy_direct_rollout_call(worker_group: Any, *args: Any, **kwargs: Any) -> Spread:
-    """NotImplementedError: such a method is called on its worker, not through a group."""
-    raise UnknownNameError("a direct rollout method is not called through its group")
 
 
 def collect_all_to_all(worker_group: Any, output: list[Any]) -> list[Any]:
@@ -204,74 +175,9 @@ def collect_dp_compute_data_proto(worker_group: Any, output: list[Any]) -> Any:
     return _joined(output)
 
 
-def dispatch_nd_compute(
-    dp_rank_mapping: list[int], dp_size: int, worker_group: Any, *args: Any, **kwargs: Any
-) -> Spread:
-    """Entry ``dp_rank_mapping[r]`` of every argument, a list with ``dp_size`` entries, for rank r."""
-    for value in (*args, *kwargs.values()):
-        if not isinstance(value, list | tuple) or len(value) != dp_size:
-            raise BatchError(f"every argument is a list of {dp_size} entries, one per part, got {value!r:.200}")
-    spread = tuple([value[dp] for dp in dp_rank_mapping] for value in args)
-    return spread, {key: [value[dp] for dp in dp_rank_mapping] for key, value in kwargs.items()}
-
-
-def collect_nd_compute(collect_mask: list[bool], worker_group: Any, output: list[Any]) -> list[Any]:
-    """The outputs of the ranks that collect, in rank order."""
-    return [value for value, is_collect in zip(output, collect_mask, strict=True) if is_collect]
-
-
-def dispatch_nd_compute_dataproto(
-    dp_rank_mapping: list[int], dp_size: int, worker_group: Any, *args: Any, **kwargs: Any
-) -> Spread:
-    """Part ``dp_rank_mapping[r]`` of ``dp_size`` of every DataProto for rank r; other arguments as they are."""
-    return _spread_parts(worker_group, dp_rank_mapping, dp_size, args, kwargs)
-
-
-def collect_nd_compute_dataproto(collect_mask: list[bool], worker_group: Any, output: list[Any]) -> Any:
-    """The outputs of the ranks that collect, in rank order, concatenated when they are DataProtos."""
-    return _joined(collect_nd_compute(collect_mask, worker_group, output))
-
-
-def dispatch_lazy_compute_data_proto(mesh_name: str, worker_group: Any, *args: Any, **kwargs: Any) -> Spread:
-    """``dispatch_nd_compute_dataproto`` over the mesh that the workers registered under ``mesh_name``."""
-    mesh = worker_group.mesh(mesh_name)
-    return dispatch_nd_compute_dataproto(list(mesh.dp_ranks), mesh.dp_size, worker_group, *args, **kwargs)
-
-
-def collect_lazy_compute_data_proto(mesh_name: str, worker_group: Any, *args: Any, **kwargs: Any) -> Any:
-    """``collect_nd_compute_dataproto`` over the mesh that the workers registered under ``mesh_name``."""
-    return collect_nd_compute_dataproto(list(worker_group.mesh(mesh_name).is_collect), worker_group, *args, **kwargs)
-
-
 def get_predefined_dispatch_fn(dispatch_mode: Any) -> dict[str, Callable[..., Any]]:
     """``dispatch_fn`` and ``collect_fn`` of a registered mode."""
     return DISPATCH_MODE_FN_REGISTRY[dispatch_mode]
-
-
-def register_dispatch_mode(
-    dispatch_mode_name: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]
-) -> None:
-    """Adds a mode, ``Dispatch.NAME`` from now on; ValueError when there is one.
-
-    Args:
-        dispatch_fn: (group, *args, **kwargs) -> (args, kwargs), each of them a list with one entry per rank.
-        collect_fn: (group, outputs of the ranks) -> the output of the call.
-    """
-    mode: Any = Dispatch.register(dispatch_mode_name)
-    update_dispatch_mode(mode, dispatch_fn, collect_fn)
-
-
-def update_dispatch_mode(
-    dispatch_mode: Dispatch, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]
-) -> None:
-    """Gives a registered mode other functions, for the methods that are registered from now on."""
-    _check_dispatch_mode(dispatch_mode)
-    DISPATCH_MODE_FN_REGISTRY[dispatch_mode] = _fns(dispatch_fn, collect_fn)
-
-
-def get_predefined_execute_fn(execute_mode: Execute) -> dict[str, str]:
-    """The method of a group that runs a call without dispatch on these ranks."""
-    return {"execute_fn_name": "execute_rank_zero" if execute_mode is Execute.RANK_ZERO else "execute_all"}
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str, *, all_ranks_report: bool = False) -> DispatchFns:
@@ -281,7 +187,7 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str, *, all_ranks_report: b
     whose rows are not collected; these must return a DataProto without rows.
     """
 
-    def dispatch(group: WorkerGroup, *args: Any, **kwargs: Any) -> list[RankCall]:
+    def dispatch(group: Group, *args: Any, **kwargs: Any) -> list[RankCall]:
         """Part ``dp_ranks[r]`` of every DataProto for rank r, each part stored once; other arguments as they are."""
         mesh = group.mesh(mesh_name)
         try:
@@ -294,7 +200,7 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str, *, all_ranks_report: b
             for dp in mesh.dp_ranks
         ]
 
-    def collect(group: WorkerGroup, outputs: list[Any]) -> Any:
+    def collect(group: Group, outputs: list[Any]) -> Any:
         """Outputs of the collecting ranks in dp order, concatenated when they are DataProtos."""
         mesh = group.mesh(mesh_name)
         order = sorted((dp, rank) for rank, dp in enumerate(mesh.dp_ranks) if mesh.is_collect[rank])
@@ -307,18 +213,18 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str, *, all_ranks_report: b
             output.meta_info |= DataProto.concat(reports).meta_info
         return output
 
-    def kept(group: WorkerGroup) -> list[bool]:
+    def kept(group: Group) -> list[bool]:
         return _keep_all(group) if all_ranks_report else list(group.mesh(mesh_name).is_collect)
 
     return DispatchFns(dispatch, collect, kept)
 
 
-def _shared(group: WorkerGroup, value: Any) -> Any:
+def _shared(group: Group, value: Any) -> Any:
     put = getattr(group, "put", None)  # any object with a world_size will do for the functions above
     return put(value) if put is not None and isinstance(value, DataProto) else value
 
 
-def _parts(group: WorkerGroup, value: Any, dp_size: int) -> list[Any]:
+def _parts(group: Group, value: Any, dp_size: int) -> list[Any]:
     if not isinstance(value, DataProto):
         return [value] * dp_size
     if value.is_padding_enabled():
@@ -335,8 +241,6 @@ def _spread_parts(group: Any, dp_ranks: list[int], dp_size: int, args: tuple, kw
 
 
 def _joined(outputs: list[Any]) -> Any:
-    if outputs and all(hasattr(part, "task_id") for part in outputs):  # Ray's references to batches to come
-        return DataProtoFuture.concat(outputs)
     return DataProto.concat(outputs) if all(isinstance(part, DataProto) for part in outputs) else outputs
 
 
@@ -344,7 +248,7 @@ def _users_fns(dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]) 
     return DispatchFns(partial(_rank_calls, dispatch_fn), collect_fn)
 
 
-def _rank_calls(dispatch_fn: Callable[..., Spread], group: WorkerGroup, *args: Any, **kwargs: Any) -> list[RankCall]:
+def _rank_calls(dispatch_fn: Callable[..., Spread], group: Group, *args: Any, **kwargs: Any) -> list[RankCall]:
     """The arguments of each rank: its entries, if all are lists with one per rank, else all of them as they are."""
     spread, named = dispatch_fn(group, *args, **kwargs)
     ranks = range(group.world_size)
@@ -358,12 +262,11 @@ def _fns(dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]) -> dic
 
 
 DISPATCH_MODE_FN_REGISTRY: dict[Any, dict[str, Callable[..., Any]]] = {
-    Dispatch["RANK_ZERO"]: _fns(dispatch_one_to_all, collect_all_to_all),
+    Dispatch.RANK_ZERO: _fns(dispatch_one_to_all, collect_all_to_all),
     Dispatch.ONE_TO_ALL: _fns(dispatch_one_to_all, collect_all_to_all),
     Dispatch.ALL_TO_ALL: _fns(dispatch_all_to_all, collect_all_to_all),
     Dispatch.DP_COMPUTE: _fns(dispatch_dp_compute, collect_dp_compute),
     Dispatch.DP_COMPUTE_PROTO: _fns(dispatch_dp_compute_data_proto, collect_dp_compute_data_proto),
     Dispatch.DP_COMPUTE_PROTO_WITH_FUNC: _fns(dispatch_dp_compute_data_proto_with_func, collect_dp_compute_data_proto),
     Dispatch.DP_COMPUTE_METRIC: _fns(dispatch_dp_compute_data_proto, collect_dp_compute),
-    Dispatch.DIRECT_ROLLOUT_METHOD: _fns(dummy_direct_rollout_call, dummy_direct_rollout_call),
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,26 +15,6 @@ from verl.utils.net_utils import free_ports
 from verl.utils.timeline import ClockReading, Recording, Timeline, read_clock
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-
-
-@dataclass
-class DistRankInfo:
-    """Where a rank is on each parallel axis."""
-
-    tp_rank: int
-    dp_rank: int
-    pp_rank: int
-    cp_rank: int
-
-
-@dataclass
-class DistGlobalInfo:
-    """The sizes of the parallel axes."""
-
-    tp_size: int
-    dp_size: int
-    pp_size: int
-    cp_size: int
 
 
 class WorkerHelper:
@@ -60,15 +39,12 @@ class Worker(WorkerHelper):
         local_rank: the index of this worker among those of its node, which is also its device index.
     """
 
-    fused_worker_attr_name = "fused_worker_dict"
-
     def __init__(self, cuda_visible_devices: str | None = None) -> None:
         if cuda_visible_devices is not None:
             os.environ[_VISIBLE] = cuda_visible_devices
         # By itself torch takes no more threads than there are cores, whatever the variable says.
         torch.set_num_threads(threads_per_worker(int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
         self._rank, self._world_size, self.local_rank = map(_int_env, ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-        self.fused_worker_dict: dict[str, Worker] = {}
         self._meshes: dict[str, tuple[int, bool]] = {}
         self.timeline = Timeline()
 
@@ -84,10 +60,6 @@ class Worker(WorkerHelper):
     def env_keys(cls) -> list[str]:
         """The variables that the launcher sets."""
         return ["WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", _VISIBLE]
-
-    def get_fused_worker_by_name(self, worker_name: str) -> Worker | None:
-        """The worker of that name in this process (``create_colocated_worker_cls``); None if there is none."""
-        return self.fused_worker_dict.get(worker_name)
 
     def get_master_addr_port(self) -> tuple[str, str]:
         """Where the ranks of the world meet."""

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import logging
-import os
-import signal
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from verl.protocol import DataProto, DataProtoFuture
+from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Registration, registered_methods
+from verl.single_controller.base.mesh import Mesh
 from verl.single_controller.base.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -32,63 +30,15 @@ class WorkerTimeoutError(WorkerError):
     """A call took longer than allowed; the message names the ranks that had not answered."""
 
 
-@dataclass(frozen=True)
-class Mesh:
-    """The part of a batch that each rank takes, and whether the rank returns it: one entry per rank."""
-
-    dp_ranks: tuple[int, ...]
-    is_collect: tuple[bool, ...]
-
-    @property
-    def dp_size(self) -> int:
-        return max(self.dp_ranks) + 1
-
-    def problems(self) -> list[str]:
-        """Returns the parts that do not have exactly one collecting rank."""
-        found = []
-        for dp in range(self.dp_size):
-            ranks = [rank for rank, part in enumerate(self.dp_ranks) if part == dp and self.is_collect[rank]]
-            if len(ranks) != 1:
-                found.append(f"dp rank {dp} is collected from ranks {ranks}, expected exactly one")
-        return found
-
-
 class ResourcePool:
-    """How many worker processes run on each node.
+    """How many worker processes run on each node."""
 
-    Args:
-        process_on_nodes: processes of each node.
-        max_colocate_count: groups that may share the pool's devices.
-        n_gpus_per_node: devices of a node.
-    """
-
-    def __init__(
-        self, process_on_nodes: list[int] | None = None, max_colocate_count: int = 10, n_gpus_per_node: int = 8
-    ) -> None:
-        self.process_on_nodes = list(process_on_nodes or [])
-        self.max_colocate_count, self.n_gpus_per_node = max_colocate_count, n_gpus_per_node
-
-    def add_node(self, process_count: int) -> None:
-        self.process_on_nodes.append(process_count)
+    def __init__(self, process_on_nodes: list[int]) -> None:
+        self.process_on_nodes = list(process_on_nodes)
 
     @property
     def world_size(self) -> int:
         return sum(self.process_on_nodes)
-
-    def __call__(self) -> Any:
-        return self.process_on_nodes
-
-    @property
-    def store(self) -> list[int]:
-        return self.process_on_nodes
-
-    def local_world_size_list(self) -> list[int]:
-        """For each rank, the processes of its node."""
-        return [count for count in self.process_on_nodes for _ in range(count)]
-
-    def local_rank_list(self) -> list[int]:
-        """For each rank, its number on its node."""
-        return [index for count in self.process_on_nodes for index in range(count)]
 
 
 class ClassWithInitArgs:
@@ -99,14 +49,6 @@ class ClassWithInitArgs:
 
     def __call__(self) -> Any:
         return self.cls(*self.args, **self.kwargs)
-
-
-def check_workers_alive(workers: list, is_alive: Callable[[Any], bool], gap_time: float = 1) -> None:
-    """Looks at the workers every ``gap_time`` seconds, until one is dead: then this process gets SIGABRT."""
-    while all(is_alive(worker) for worker in workers):
-        time.sleep(gap_time)
-    logger.error("a worker is dead: sending SIGABRT to this process, pid %d", os.getpid())
-    os.kill(os.getpid(), signal.SIGABRT)
 
 
 class WorkerGroup:
@@ -152,16 +94,7 @@ class WorkerGroup:
             ValueError: the batch does not split over the mesh.
             WorkerError, WorkerDiedError, WorkerTimeoutError: the group is shut down then.
         """
-        registration: Registration = self._methods[method]
-        if registration.blocking:
-            return self.start(method, *args, timeout_s=timeout_s, **kwargs).get()
-        ranks, per_rank, num_rows = self._dispatched(registration, args, kwargs)
-        outputs = self.references(method, per_rank, ranks)
-        return outputs[0] if registration.is_rank_zero else _collect(registration, self, num_rows, outputs)
-
-    def references(self, method: str, per_rank: list[tuple[tuple, dict[str, Any]]], ranks: list[int]) -> list[Any]:
-        """Starts ``method`` as ``run`` does; a reference to the output of each rank, which raises what it raises."""
-        raise TypeError(f"{type(self).__name__} is started by a launcher, which overrides references()")
+        return self.start(method, *args, timeout_s=timeout_s, **kwargs).get()
 
     def start(self, method: str, /, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> PendingCall:
         """Starts a call like ``call`` and does not wait for it, so that another group can be called."""
@@ -186,14 +119,6 @@ class WorkerGroup:
         ranks = [0] if registration.is_rank_zero else list(range(self.world_size))
         return ranks, [per_rank[rank] for rank in ranks], _rows_before_padding(args, kwargs)
 
-    def start_worker_aliveness_check(self, every_n_seconds: float = 1) -> None:
-        """From now on a thread looks at the workers; when one is dead, it sends SIGABRT to this process."""
-        arguments = ([*range(self.world_size)], self._is_worker_alive, every_n_seconds)
-        threading.Thread(target=check_workers_alive, args=arguments, daemon=True).start()
-
-    def _is_worker_alive(self, rank: int) -> bool:
-        raise TypeError(f"{type(self).__name__} is started by a launcher, which overrides _is_worker_alive()")
-
     def mesh(self, mesh_name: str) -> Mesh:
         """The table of ``mesh_name``, which the workers are asked for once."""
         if mesh_name not in self._meshes:
@@ -213,20 +138,14 @@ class WorkerGroup:
 
 def _collect(registration: Registration, group: WorkerGroup, num_rows: int | None, outputs: list[Any]) -> Any:
     output = registration.fns.collect(group, outputs)
-    if num_rows is not None and isinstance(output, DataProtoFuture):
-        output.collect_fn = partial(_first_rows, num_rows, output.collect_fn)
-    elif num_rows is not None and isinstance(output, DataProto) and len(output) > num_rows:
+    if num_rows is not None and isinstance(output, DataProto) and len(output) > num_rows:
         return output.slice(0, num_rows)
     return output
 
 
-def _first_rows(num_rows: int, collect_fn: Callable[[list[Any]], DataProto], outputs: list[Any]) -> DataProto:
-    return collect_fn(outputs).slice(0, num_rows)
-
-
 def _complete(argument: Any) -> Any:
     """The output of a call that is still under way, which another call has as its argument."""
-    return argument.get() if isinstance(argument, PendingCall | DataProtoFuture) else argument
+    return argument.get() if isinstance(argument, PendingCall) else argument
 
 
 def _rows_before_padding(args: tuple, kwargs: dict[str, Any]) -> int | None:

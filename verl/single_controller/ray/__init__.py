@@ -2,7 +2,6 @@
 
 from verl.single_controller.base.worker_group import WorkerDiedError, WorkerError, WorkerTimeoutError
 from verl.single_controller.ray.base import RayWorkerGroup
-from verl.single_controller.ray.colocated import create_colocated_worker_cls, create_colocated_worker_cls_fused
 from verl.single_controller.ray.resources import RayClassWithInitArgs, RayResourcePool
 
 __all__ = [
@@ -12,6 +11,4 @@ __all__ = [
     "WorkerDiedError",
     "WorkerError",
     "WorkerTimeoutError",
-    "create_colocated_worker_cls",
-    "create_colocated_worker_cls_fused",
 ]

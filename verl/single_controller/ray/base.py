@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import random
-import string
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,15 +23,9 @@ from verl.single_controller.base.worker_group import (
     PendingCall,
     WorkerDiedError,
     WorkerError,
+    WorkerGroup,
     WorkerTimeoutError,
 )
-from verl.single_controller.ray.colocated import (
-    FusedWorkerCLSName,
-    create_colocated_worker_cls,
-    create_colocated_worker_cls_fused,
-    create_colocated_worker_raw_cls,
-)
-from verl.single_controller.ray.direct_calls import DirectCalls
 from verl.single_controller.ray.process import CallFailure, Pickled, ProcessAddress, WorkerProcess
 from verl.single_controller.ray.resources import (
     RayClassWithInitArgs,
@@ -42,23 +34,10 @@ from verl.single_controller.ray.resources import (
     actor_resources,
     in_world,
     is_one_node,
-    merge_resource_pool,
     rank_environment,
 )
 from verl.utils.device import resolve_device
 from verl.utils.net_utils import LOOPBACK
-
-__all__ = [
-    "FusedWorkerCLSName",
-    "RayClassWithInitArgs",
-    "RayResourcePool",
-    "RayWorkerGroup",
-    "create_colocated_worker_cls",
-    "create_colocated_worker_cls_fused",
-    "create_colocated_worker_raw_cls",
-    "get_random_string",
-    "merge_resource_pool",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -73,17 +52,12 @@ _LOOK_INTERVAL_S = 0.2  # between two checks for failures, while answers are out
 _SHORT_INTERVAL_S = 0.01  # the same when ``while_waiting`` drives another group
 
 
-class RayWorkerGroup(DirectCalls):
+class RayWorkerGroup(WorkerGroup):
     """The workers of a resource pool, started when it is built.
 
     Args:
         resource_pool: processes per node.
         ray_cls_with_init: the worker class and its arguments.
-        bin_pack: as in upstream; where processes are placed follows from the pool.
-        detached: the processes stay when the driver ends, with names that follow from ``name_prefix``; of a pool that
-            is detached, too.
-        worker_names, worker_handles: of the processes of another group (``from_detached``), without a resource_pool.
-        ray_wait_register_center_timeout: as in upstream; the limit is ``start_timeout_s``.
         name_prefix: name of the group in messages; default: the class.
         device_name: ``cpu``, ``npu`` or ``cuda``: which Ray resource each process takes one of; default: this
             machine's, or ``cpu`` when the pool has ``use_gpu=False``.
@@ -105,38 +79,20 @@ class RayWorkerGroup(DirectCalls):
 
     def __init__(
         self,
-        resource_pool: RayResourcePool | None = None,
-        ray_cls_with_init: RayClassWithInitArgs | None = None,
-        bin_pack: bool = True,
-        name_prefix: str | None = None,
-        detached: bool = False,
-        worker_names: list[str] | None = None,
-        worker_handles: list[Any] | None = None,
-        ray_wait_register_center_timeout: float = 300,
+        resource_pool: RayResourcePool,
+        ray_cls_with_init: RayClassWithInitArgs,
         *,
+        name_prefix: str | None = None,
         device_name: str | None = None,
         num_cpus_per_worker: float = 1,
         timeout_s: float | None = None,
         start_timeout_s: float = 600,
         num_later_ranks: int = 0,
         joins: RayWorkerGroup | None = None,
-        **kwargs: Any,
     ) -> None:
-        if ray_cls_with_init is None or (resource_pool is None and not worker_names and not worker_handles):
-            raise ValueError("a group needs a ray_cls_with_init, and a resource_pool or names of workers")
-        if kwargs:
-            raise ValueError(f"{sorted(kwargs)} cannot be given")
         cls = ray_cls_with_init.cls
-        if resource_pool is None:
-            handles = worker_handles or [ray.get_actor(name) for name in worker_names or ()]
-            super().__init__(name_prefix or cls.__name__, cls, len(handles), timeout_s)
-            self._attach(handles, worker_names or [""] * len(handles), ray_cls_with_init)
-            return
         super().__init__(name_prefix or cls.__name__, cls, resource_pool.world_size, timeout_s)
-        self.resource_pool: RayResourcePool | None = resource_pool
-        self.ray_cls_with_init = ray_cls_with_init
-        first_part = name_prefix or get_random_string(6)
-        self._prefix = f"{first_part}{cls.__name__}" + ("" if detached else f"_{get_random_string(6)}")
+        self.resource_pool = resource_pool
         if device_name is None:
             device_name = resolve_device("auto") if resource_pool.use_gpu else "cpu"
         self.master_address = self.master_port = ""
@@ -150,13 +106,11 @@ class RayWorkerGroup(DirectCalls):
         self.while_waiting: Callable[[], None] | None = None
         slots = resource_pool.reserve(device_name, num_cpus_per_worker, start_timeout_s)
         self._slots = in_world(slots, [] if joins is None else joins._slots, num_later_ranks)
-        self.worker_names = [f"{self._prefix}_{slot.bundle_index}:{slot.local_rank}" for slot in self._slots]
-        more = {**ray_cls_with_init.options, **({"lifetime": "detached"} if detached else {})}
         is_alone = is_one_node()
         try:
             self._actors = [
-                _new_actor(slot, device_name, num_cpus_per_worker, {**more, "name": name}, is_alone)
-                for slot, name in zip(self._slots, self.worker_names, strict=True)
+                _new_actor(slot, device_name, num_cpus_per_worker, ray_cls_with_init.options, is_alone)
+                for slot in self._slots
             ]
             self._start_workers(ray_cls_with_init, start_timeout_s, joins)
         except BaseException:
@@ -193,13 +147,8 @@ class RayWorkerGroup(DirectCalls):
         return PendingCall(partial(self._wait, method, refs, limit), _Progress(list(refs), limit).is_over)
 
     def shutdown(self) -> None:
-        """Kills every process, waits until Ray reports that they are gone, and releases the resources.
-
-        The processes of ``from_detached`` stay.
-        """
+        """Kills every process, waits until Ray reports that they are gone, and releases the resources."""
         actors, self._actors = self._actors, []
-        if self.resource_pool is None:
-            return
         for actor in actors:
             ray.kill(actor, no_restart=True)
         pending = [actor.address.remote() for actor in actors]
@@ -210,15 +159,6 @@ class RayWorkerGroup(DirectCalls):
             )
         if self._slots:
             self.resource_pool.release(self._slots[0].placement)
-
-    def _attach(self, handles: list[Any], names: list[str], ray_cls_with_init: RayClassWithInitArgs) -> None:
-        """Takes over the calls to processes that another group has started."""
-        self.resource_pool, self.ray_cls_with_init = None, ray_cls_with_init
-        self._actors, self.worker_names, self._world = handles, names, [self]
-        self._slots = [Slot(rank, rank, len(handles), None, 0) for rank in range(len(handles))]
-        self.while_waiting = None
-        self._addresses = list(ray.get([handle.address.remote() for handle in handles]))
-        self.master_address, self.master_port = ray.get(handles[0].rendezvous.remote())
 
     def __enter__(self) -> RayWorkerGroup:
         return self
@@ -308,11 +248,6 @@ class RayWorkerGroup(DirectCalls):
     def _where(self, rank: int) -> str:
         address, rank = self._addresses[rank], self._slots[rank].rank
         return f"rank {rank}" if address is None else f"rank {rank} (pid {address.pid} on {address.node_ip})"
-
-
-def get_random_string(length: int) -> str:
-    """Letters and digits, for names."""
-    return "".join(random.SystemRandom().choices(string.ascii_letters + string.digits, k=length))
 
 
 _Probes = dict[ray.ObjectRef, tuple[RayWorkerGroup, int]]

@@ -18,7 +18,6 @@ from ray.util.placement_group import (
 
 from hf_formats.cores import THREADS, threads_per_worker
 from verl.single_controller.base.worker_group import ClassWithInitArgs, ResourcePool
-from verl.utils.errors import BatchError
 from verl.utils.rank_log import LOG_DIR
 
 _DEVICE_RESOURCES = {"cpu": None, "npu": "NPU", "cuda": "GPU", "gpu": "GPU"}
@@ -33,32 +32,22 @@ class RayResourcePool(ResourcePool):
     """How many worker processes run on each node, e.g. ``[8, 8]`` for two nodes of eight devices.
 
     Each group reserves one bundle per node with room for all of the node's processes; no two entries share a node.
-    Groups of one pool are beside each other where there is room (CPUs); workers that share devices are workers of one
-    process (``create_colocated_worker_cls``).
+    Groups of one pool are beside each other where there is room (CPUs).
 
     Args:
         process_on_nodes: processes per node.
         use_gpu: each process takes an accelerator, where the cluster has any.
-        name_prefix: a name in messages.
-        max_colocate_count: as in upstream; how many groups there are follows from the room.
-        detached: what its groups reserve stays when the driver ends, for groups that are detached.
-        accelerator_type: Ray's name of the kind of device that each node must have.
     """
 
     def __init__(
         self,
         process_on_nodes: list[int] | None = None,
         use_gpu: bool = True,
-        name_prefix: str | None = None,
-        max_colocate_count: int = 10,
-        detached: bool = False,
-        accelerator_type: str | None = None,
     ) -> None:
         if not process_on_nodes or any(count < 1 for count in process_on_nodes):
             raise ValueError(f"process_on_nodes={process_on_nodes}, expected at least one node with one process")
-        super().__init__(process_on_nodes, max_colocate_count)
-        self.detached = detached
-        self.use_gpu, self.name_prefix, self.accelerator_type = use_gpu, name_prefix, accelerator_type
+        super().__init__(process_on_nodes)
+        self.use_gpu = use_gpu
         self._groups: list[PlacementGroup] = []
 
     def reserve(self, device_name: str, num_cpus: float, timeout_s: float) -> list[Slot]:
@@ -70,12 +59,9 @@ class RayResourcePool(ResourcePool):
         """
         bundle = _bundle(device_name, num_cpus)
         bundles = [{name: amount * count for name, amount in bundle.items()} for count in self.process_on_nodes]
-        if self.accelerator_type is not None:
-            for node_bundle in bundles:
-                node_bundle[self.accelerator_type] = 1e-4  # a label that Ray gives each node, not an amount
         # Without SPREAD a large CPU node would take the processes of two nodes.
         strategy = "STRICT_SPREAD" if len(bundles) > 1 else "PACK"
-        group = placement_group(bundles, strategy=strategy, lifetime="detached" if self.detached else None)
+        group = placement_group(bundles, strategy=strategy)
         if not group.wait(timeout_s):
             remove_placement_group(group)
             raise NoRoomError(
@@ -98,25 +84,6 @@ class RayResourcePool(ResourcePool):
             if reserved in self._groups:
                 self._groups.remove(reserved)
                 remove_placement_group(reserved)
-
-    def get_placement_groups(self) -> list[PlacementGroup]:
-        """What the groups of this pool have reserved, one each."""
-        return list(self._groups)
-
-
-def merge_resource_pool(rp1: RayResourcePool, rp2: RayResourcePool) -> RayResourcePool:
-    """A pool with the nodes of both; they must be alike in all else."""
-    for name in ("use_gpu", "max_colocate_count", "n_gpus_per_node", "detached", "accelerator_type"):
-        if getattr(rp1, name) != getattr(rp2, name):
-            raise BatchError(f"pools with {name} {getattr(rp1, name)} and {getattr(rp2, name)} cannot be merged")
-    return RayResourcePool(
-        [*rp1.store, *rp2.store],
-        rp1.use_gpu,
-        f"{rp1.name_prefix}_{rp2.name_prefix}",
-        rp1.max_colocate_count,
-        rp1.detached,
-        rp1.accelerator_type,
-    )
 
 
 class RayClassWithInitArgs(ClassWithInitArgs):

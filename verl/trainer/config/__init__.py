@@ -5,7 +5,6 @@ from verl.trainer.config.algorithm import (
     AlgorithmSection,
     FilterGroupsConfig,
     KLControlConfig,
-    RolloutCorrectionConfig,
     RolloutCorrectionSection,
 )
 from verl.trainer.config.config import ActorRolloutRefConfig, PPOTrainerConfig
@@ -26,7 +25,6 @@ __all__ = [
     "FilterGroupsConfig",
     "KLControlConfig",
     "PPOTrainerConfig",
-    "RolloutCorrectionConfig",
     "RolloutCorrectionSection",
     "RolloutRanksConfig",
     "TrainerConfig",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 from verl.workers.config.actor import KL_TYPES
 from verl.workers.config.values import Section, Values, above, one_of
@@ -160,91 +160,7 @@ class AlgorithmSection(Section):
 
 
 @dataclass(frozen=True)
-class RolloutCorrectionConfig(RolloutCorrectionSection):
-    """Upstream's class for callers of its functions, with its presets (its page on rollout correction).
-
-    Attributes:
-        use_policy_gradient: the loss is the plain policy gradient, corrected by the current policy's ratios.
-    """
-
-    rollout_is: str | None = "sequence"
-    use_policy_gradient: bool = False
-
-    @classmethod
-    def decoupled_token_is(cls, threshold: float = 2.0) -> RolloutCorrectionConfig:
-        """Weights of tokens."""
-        return cls(rollout_is="token", rollout_is_threshold=threshold)
-
-    @classmethod
-    def decoupled_seq_is(cls, threshold: float = 2.0) -> RolloutCorrectionConfig:
-        """Weights of sequences."""
-        return cls(rollout_is="sequence", rollout_is_threshold=threshold)
-
-    @classmethod
-    def decoupled_seq_is_rs(
-        cls, is_threshold: float = 2.0, rs_threshold: float = 2.0, rs_threshold_lower: float | None = None
-    ) -> RolloutCorrectionConfig:
-        """Weights and rejection of sequences."""
-        return cls(
-            rollout_is="sequence",
-            rollout_is_threshold=is_threshold,
-            rollout_rs="sequence",
-            rollout_rs_threshold=rs_threshold,
-            rollout_rs_threshold_lower=rs_threshold_lower,
-        )
-
-    @classmethod
-    def decoupled_geo_rs(
-        cls, rs_threshold: float = 1.001, rs_threshold_lower: float | None = None, veto_threshold: float = 1e-4
-    ) -> RolloutCorrectionConfig:
-        """Rejection by geometric means, and a veto by tokens."""
-        return cls(
-            rollout_is=None,
-            rollout_rs="geometric",
-            rollout_rs_threshold=rs_threshold,
-            rollout_rs_threshold_lower=rs_threshold_lower,
-            rollout_token_veto_threshold=veto_threshold,
-        )
-
-    @classmethod
-    def ppo_is_bypass(cls, threshold: float = 2.0) -> RolloutCorrectionConfig:
-        """Bypass mode: PPO's ratios are those to the rollout."""
-        return cls(rollout_is="token", rollout_is_threshold=threshold, bypass_mode=True)
-
-    @classmethod
-    def pg_is(cls, threshold: float = 2.0) -> RolloutCorrectionConfig:
-        """The policy gradient with weights of sequences."""
-        return cls(rollout_is="sequence", rollout_is_threshold=threshold, bypass_mode=True, use_policy_gradient=True)
-
-    @classmethod
-    def pg_rs(
-        cls, rs_threshold: float = 1.001, rs_threshold_lower: float | None = None, veto_threshold: float = 1e-4
-    ) -> RolloutCorrectionConfig:
-        """The policy gradient with rejection by geometric means."""
-        return replace(
-            cls.decoupled_geo_rs(rs_threshold, rs_threshold_lower, veto_threshold),
-            bypass_mode=True,
-            use_policy_gradient=True,
-        )
-
-    @classmethod
-    def disabled(cls) -> RolloutCorrectionConfig:
-        """Neither weights nor rejection: metrics alone."""
-        return cls(rollout_is=None)
-
-
-@dataclass(frozen=True)
 class AlgoConfig(AlgorithmSection):
-    """Upstream's class for callers of its functions: the section ``algorithm``, and what needs a critic.
+    """Upstream's class, the ``config`` of a user's advantage estimator: the section ``algorithm``, and GAE's lambda."""
 
-    Attributes:
-        lam: the lambda of GAE.
-        use_pf_ppo, pf_ppo: ``compute_pf_ppo_reweight_data`` and its arguments.
-    """
-
-    adv_estimator: str = "gae"
     lam: float = 1.0
-    use_pf_ppo: bool = False
-    pf_ppo: dict[str, Any] = field(default_factory=dict)
-    filter_groups: FilterGroupsConfig | None = None  # type: ignore[assignment]
-    rollout_correction: RolloutCorrectionConfig | None = None  # type: ignore[assignment]

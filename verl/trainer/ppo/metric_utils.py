@@ -12,18 +12,13 @@ from torch import Tensor
 
 from verl.protocol import DataProto
 from verl.trainer.config.config import TokenLimit
-from verl.trainer.ppo.validation_statistics import bootstrap_metric, calc_maj_val, process_validation_metrics
-from verl.utils.import_utils import deprecated
 from verl.utils.masks import row_rewards
 from verl.utils.megatron.packed_batch import padded_lengths
-from verl.utils.metric import reduce_metrics as _reduce_metrics
 from verl.utils.timeline import Timeline, now_s
 
 __all__ = [
     "PhaseSeconds",
     "add_generation_times",
-    "bootstrap_metric",
-    "calc_maj_val",
     "compute_data_metrics",
     "compute_rank_metrics",
     "compute_reward_metrics",
@@ -32,15 +27,7 @@ __all__ = [
     "compute_timing_metrics",
     "compute_validation_metrics",
     "marked_timer",
-    "process_validation_metrics",
-    "reduce_metrics",
 ]
-
-
-@deprecated("verl.utils.metric.reduce_metrics")
-def reduce_metrics(metrics: dict[str, list[Any]]) -> dict[str, Any]:
-    """Upstream's older path of ``verl.utils.metric.reduce_metrics``."""
-    return _reduce_metrics(metrics)
 
 
 class PhaseSeconds(dict[str, float]):

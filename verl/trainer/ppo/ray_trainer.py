@@ -18,8 +18,8 @@ from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, Ra
 from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.config.data import file_list, val_sets
 from verl.trainer.ppo.algos import AdvantageEstimator
-from verl.trainer.ppo.core_algos import get_kl_controller
 from verl.trainer.ppo.filter_groups import group_filter
+from verl.trainer.ppo.kl import get_kl_controller
 from verl.trainer.ppo.metric_utils import (
     compute_data_metrics,
     compute_rank_metrics,
@@ -30,7 +30,6 @@ from verl.trainer.ppo.metric_utils import (
     marked_timer,
 )
 from verl.trainer.ppo.observers import Step, StepObserver
-from verl.trainer.ppo.resource_pools import ResourcePoolManager
 from verl.trainer.ppo.reward_ledger import RewardLedger
 from verl.trainer.ppo.reward_process import PendingRewards, RegisteredRewardManager
 from verl.trainer.ppo.run_changes import learning_settings
@@ -48,7 +47,6 @@ from verl.trainer.ppo.step_profiles import StepProfiles
 from verl.trainer.ppo.step_timeline import StepTimeline
 from verl.trainer.ppo.stop_request import StopRequest, TrainingInterruptedError
 from verl.trainer.ppo.ungraded import UngradedLimit
-from verl.trainer.ppo.utils import Role, WorkerType
 from verl.trainer.ppo.validation import Validator
 from verl.utils.dataset import PromptItems, ResumableLoader
 from verl.utils.dataset.creation import create_rl_dataset, create_rl_sampler
@@ -64,9 +62,6 @@ if TYPE_CHECKING:
 __all__ = [
     "AdvantageEstimator",
     "RayPPOTrainer",
-    "ResourcePoolManager",
-    "Role",
-    "WorkerType",
     "apply_kl_penalty",
     "compute_advantage",
     "compute_data_metrics",

@@ -9,7 +9,7 @@ from typing import Any
 
 from verl.trainer.config import TrainerConfig
 from verl.trainer.ppo import checkpointing
-from verl.trainer.ppo.core_algos import AdaptiveKLController, FixedKLController
+from verl.trainer.ppo.kl import AdaptiveKLController, FixedKLController
 from verl.trainer.ppo.metric_utils import marked_timer
 from verl.trainer.ppo.run_changes import record_changes
 

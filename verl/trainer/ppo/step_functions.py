@@ -9,8 +9,9 @@ from torch import Tensor
 
 from verl.protocol import DataProto
 from verl.trainer.config.algorithm import AlgorithmSection
-from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.algos import AdvantageEstimator, get_adv_estimator_fn
+from verl.trainer.ppo.kl import AdaptiveKLController, FixedKLController
+from verl.trainer.ppo.kl import kl_penalty as kl_estimate
 from verl.utils.masks import selected
 
 
@@ -21,7 +22,7 @@ def compute_response_mask(data: DataProto) -> Tensor:
 
 def apply_kl_penalty(
     data: DataProto,
-    kl_ctrl: core_algos.AdaptiveKLController | core_algos.FixedKLController,
+    kl_ctrl: AdaptiveKLController | FixedKLController,
     kl_penalty: str = "kl",
 ) -> tuple[DataProto, dict[str, float]]:
     """token_level_rewards = token_level_scores - coefficient * KL per token; steers the coefficient afterwards.
@@ -30,7 +31,7 @@ def apply_kl_penalty(
     """
     mask = data.batch["response_mask"].float()
     old, ref = (selected(data.batch[name], mask) for name in ("old_log_probs", "ref_log_prob"))
-    kl = core_algos.kl_penalty(old, ref, kl_penalty) * mask
+    kl = kl_estimate(old, ref, kl_penalty) * mask
     coefficient = kl_ctrl.value
     data.batch["token_level_rewards"] = data.batch["token_level_scores"] - coefficient * kl
     current = float((kl.sum(-1) / mask.sum(-1).clamp(min=1)).mean())

@@ -35,7 +35,8 @@ from verl.utils.megatron.packed_batch import PackedMicroBatch, pack_micro_batch,
 from verl.utils.megatron.reduce import reduce_over
 from verl.utils.partitions import get_seqlen_balanced_partitions, partitions_within, split_to
 from verl.workers.actor.base import BasePPOActor
-from verl.workers.actor.policy_loss import LossInputs, PolicyLoss, UpdateMetrics, corrected
+from verl.workers.actor.loss_inputs import LossInputs
+from verl.workers.actor.policy_loss import PolicyLoss, UpdateMetrics, corrected
 from verl.workers.actor.routing_rows import FROM_ROLLOUT, RoutingRows, with_row_numbers
 from verl.workers.config import ActorConfig
 

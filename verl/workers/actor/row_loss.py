@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,10 +15,8 @@ from verl.trainer.ppo.policy_losses import PolicyLossFn
 from verl.utils.masks import finite_outside
 from verl.utils.megatron.packed_batch import PackedMicroBatch
 from verl.utils.megatron.reduce import reduce_over
+from verl.workers.actor.loss_inputs import LossInputs
 from verl.workers.config import ActorConfig
-
-if TYPE_CHECKING:
-    from verl.workers.actor.policy_loss import LossInputs
 
 
 @dataclass(frozen=True)

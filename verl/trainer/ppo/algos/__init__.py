@@ -4,7 +4,6 @@ from verl.trainer.ppo.algos import baselines, gae, grpo, reinforce_plus_plus
 from verl.trainer.ppo.algos.registry import (
     ESTIMATORS,
     AdvantageEstimator,
-    estimate_advantages,
     get_adv_estimator_fn,
     register_adv_est,
 )
@@ -13,7 +12,6 @@ __all__ = [
     "ESTIMATORS",
     "AdvantageEstimator",
     "baselines",
-    "estimate_advantages",
     "gae",
     "get_adv_estimator_fn",
     "grpo",

@@ -1,0 +1,123 @@
+"""What a policy loss reads of a mini-batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.parallel_state import ProcessGroups
+from megatron.core.utils import async_h2d
+from verl.protocol import DataProto
+from verl.trainer.ppo.aggregation import token_loss_weights
+from verl.trainer.ppo.policy_losses import get_policy_loss_fn, token_form
+from verl.utils.masks import finite_outside
+from verl.utils.megatron.packed_batch import PackedMicroBatch
+from verl.utils.megatron.reduce import reduce_over
+from verl.workers.config import ActorConfig
+
+_BY_TOKEN = (
+    "weights",
+    "policy_weights",
+    "advantages",
+    "old_log_probs",
+    "ref_log_prob",
+    "rollout_log_probs",
+    "rollout_is_weights",
+)
+_WEIGHTED = {"advantages", "old_log_probs", "ref_log_prob", "rollout_is_weights"}  # no NaN where the weight is 0
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """The inputs of the loss for one mini-batch, all fp32 [B, R] of this data-parallel rank's rows, on the host.
+
+    Attributes:
+        weights: token weights such that sum(weights * loss) over every rank is the aggregated loss; 0 where a rollout
+            correction rejected the token.
+        advantages: one value per token.
+        old_log_probs: log-probs of the policy that acted; None when it is provably the one being updated.
+        ref_log_prob: log-probs of the reference; None without a KL loss, and on stages before the last.
+        rollout_log_probs: log-probs of the rollout engine; None when it did not report them.
+        response_lengths: response tokens of each row, [B].
+        rollout_is_weights: factors of the policy loss from a rollout correction; None without one.
+        anchors_on_rollout: ``bypass_mode``: the old log-probs are those of the rollout.
+        policy_weights: the weights of the policy loss, where it is defined with an aggregation of its own.
+        num_kept_tokens, num_sequences: tokens whose weight is not 0, and rows with any, of the mini-batch on all ranks.
+        num_tokens: tokens of the mini-batch on all ranks, with prompts.
+        num_response_tokens: response tokens of the mini-batch on all ranks.
+    """
+
+    weights: Tensor
+    advantages: Tensor
+    old_log_probs: Tensor | None
+    ref_log_prob: Tensor | None
+    rollout_log_probs: Tensor | None
+    response_lengths: Tensor
+    rollout_is_weights: Tensor | None = None
+    anchors_on_rollout: bool = False
+    policy_weights: Tensor | None = None
+    num_kept_tokens: float = 1.0
+    num_sequences: float = 1.0
+    num_tokens: float = 1.0
+    num_response_tokens: float = 1.0
+
+    @classmethod
+    def from_batch(
+        cls,
+        data: DataProto,
+        config: ActorConfig,
+        groups: ProcessGroups,
+        device: torch.device,
+        *,
+        anchors_on_rollout: bool = False,
+    ) -> LossInputs:
+        """Reads a mini-batch; the denominators are summed over the data-parallel group, by tensors on ``device``.
+
+        Context-parallel ranks hold the same rows, so the denominators are those of whole sequences, counted once.
+        Tokens that a rollout correction rejected (column ``kept_mask``) do not count in them.
+        """
+        batch = data.batch
+        response_mask = batch["response_mask"].float()
+        mask = batch.get("kept_mask", response_mask)
+        counted = (mask, mask.sum(-1) > 0, response_mask, batch["attention_mask"])
+        counts = torch.stack([values.sum().int() for values in counted])
+        counts = reduce_over(counts, groups.dp, dist.ReduceOp.SUM, device)
+        num_kept, num_sequences, num_scored, num_tokens = (float(count) for count in counts)
+        weights = token_loss_weights(mask, config.loss_agg_mode, num_tokens=num_kept, num_sequences=num_sequences)
+        form, policy_weights = token_form(get_policy_loss_fn(config.policy_loss.loss_mode)), None
+        if form is not None and form.loss_agg_mode not in (None, config.loss_agg_mode):
+            policy_weights = token_loss_weights(
+                mask, form.loss_agg_mode, num_tokens=num_kept, num_sequences=num_sequences
+            )
+        is_last = groups.is_last_stage
+        if anchors_on_rollout and is_last and "rollout_log_probs" not in batch:
+            raise ValueError("algorithm.rollout_correction.bypass_mode: the batch has no rollout_log_probs")
+        return cls(
+            weights=weights,
+            advantages=batch["advantages"].float(),
+            old_log_probs=batch.get("rollout_log_probs" if anchors_on_rollout else "old_log_probs", None),
+            ref_log_prob=batch["ref_log_prob"] if config.use_kl_loss and is_last else None,
+            rollout_log_probs=batch.get("rollout_log_probs", None),
+            response_lengths=response_mask.sum(-1),
+            rollout_is_weights=batch.get("rollout_is_weights", None),
+            anchors_on_rollout=anchors_on_rollout,
+            policy_weights=policy_weights,
+            num_kept_tokens=num_kept,
+            num_sequences=num_sequences,
+            num_tokens=max(num_tokens, 1.0),
+            num_response_tokens=max(num_scored, 1.0),
+        )
+
+    def at(self, micro: PackedMicroBatch, device: torch.device) -> dict[str, Tensor]:
+        """[S] of every input that is there for the scored tokens of ``micro``, by its name; one copy to ``device``."""
+        given = {name: values for name in _BY_TOKEN if (values := getattr(self, name)) is not None}
+        found = {name: values[micro.rows_S, micro.cols_S] for name, values in given.items()}
+        for name in _WEIGHTED & found.keys():
+            found[name] = finite_outside(found[name], found["weights"])
+        if device.type == "cpu":
+            return found
+        moved = async_h2d(torch.stack([values.float() for values in found.values()]), device)
+        return dict(zip(found, moved, strict=True))
