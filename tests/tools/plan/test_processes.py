@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -91,16 +93,21 @@ def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
 def test_the_first_second(tmp_path: Path) -> None:
     """On a terminal something moves before torch is loaded, and Ctrl-C is heard; a pipe gets a line about it."""
     terminal, end = pty.openpty()
-    command = [sys.executable, "-m", "tools.plan", "r1_ascend_671b_256die"]
+    command = [sys.executable, "-X", "importtime", "-m", "tools.plan", "r1_ascend_671b_256die"]
     with subprocess.Popen(command, cwd=ROOT, stdin=end, stdout=end, stderr=end, start_new_session=True) as plan:
-        os.close(end)
-        shown = b""
-        while b"planning" not in shown:
-            shown += os.read(terminal, 4096)
-        maps = Path(f"/proc/{plan.pid}/maps").read_text()
-        assert "libtorch" not in maps
-        os.killpg(plan.pid, signal.SIGINT)
-        assert plan.wait(timeout=60) == 130
+        try:
+            os.close(end)
+            shown = b""
+            while b"planning" not in shown:
+                shown += os.read(terminal, 4096)
+            assert b"import time:" in shown and not re.search(rb"\| +torch\s", shown.partition(b"planning")[0])
+            os.killpg(plan.pid, signal.SIGINT)
+            with suppress(OSError):  # of a terminal whose last process has ended
+                while os.read(terminal, 4096):
+                    pass
+            assert plan.wait(timeout=60) == 130
+        finally:
+            plan.kill()
     os.close(terminal)
     piped = in_plain_shell("-m", "tools.plan", "absent")
     assert piped.communicate(timeout=60)[0].startswith("planning ...\nerror: there is no config 'absent'")
