@@ -54,7 +54,8 @@ def wheel_of_torch(folder: Path, cuda: str | None, version: str = "2.13.0") -> P
 
 
 def setup(repo: Path, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    clean = {name: value for name, value in os.environ.items() if name not in ("VENV_DIR", "PYTHON", "STACK")}
+    own = ("VENV_DIR", "NPU_VENV_DIR", "PYTHON", "STACK")  # of who runs the tests: their environments are not these
+    clean = {name: value for name, value in os.environ.items() if name not in own}
     return subprocess.run(
         ["bash", "tools/setup_env.sh", *args],
         cwd=repo,
