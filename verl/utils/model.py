@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
-
-if TYPE_CHECKING:
-    pass
 
 _SCALES = {"B": 1e9, "M": 1e6, "K": 1e3, "": 1.0}
 

@@ -53,10 +53,6 @@ class WorkerProcess:
         """The address of this process; also a call that a dead process does not answer."""
         return ProcessAddress(ray.util.get_node_ip_address(), os.getpid(), free_ports(1)[0])
 
-    def rendezvous(self) -> tuple[str, str]:
-        """Where the ranks of the world meet."""
-        return os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-
     def start(self, env: dict[str, str], pickled_worker: bytes) -> CallFailure | None:
         """Sets the environment that is known only when all processes run, then builds the worker."""
         os.environ.update(env)

@@ -110,7 +110,7 @@ class Slot:
     rank: int
     local_rank: int
     world_size: int
-    placement: PlacementGroup | None
+    placement: PlacementGroup
     bundle_index: int
     node: str = ""  # its address
     local_world_size: int = 1  # processes of the group on the node

@@ -6,8 +6,6 @@ aggregation in ``aggregation``; all are reached from here.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from verl.trainer.ppo.aggregation import agg_loss, token_loss_weights
 from verl.trainer.ppo.algos import ESTIMATORS, AdvantageEstimator, get_adv_estimator_fn, register_adv_est
 from verl.trainer.ppo.algos.baselines import (
@@ -41,9 +39,6 @@ from verl.trainer.ppo.policy_losses.geo_mean import compute_policy_loss_geo_mean
 from verl.trainer.ppo.policy_losses.gpg import compute_policy_loss_gpg
 from verl.trainer.ppo.policy_losses.gspo import compute_policy_loss_gspo
 from verl.trainer.ppo.policy_losses.vanilla import compute_policy_loss_vanilla
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = [
     "ADV_ESTIMATOR_REGISTRY",

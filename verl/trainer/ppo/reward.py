@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from omegaconf import OmegaConf
@@ -21,9 +21,6 @@ from verl.workers.reward_manager import (
     get_reward_manager_cls,
 )
 from verl.workers.reward_manager.abstract import RawRewardFn
-
-if TYPE_CHECKING:
-    pass
 
 
 def get_custom_reward_fn(config: Any) -> RawRewardFn | None:
