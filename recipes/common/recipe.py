@@ -12,8 +12,8 @@ from recipes.common.tiny_models import DEEPSEEK_V3, TinyModel
 
 if TYPE_CHECKING:
     from recipes.common.corpus import CorpusStyle
-    from recipes.common.launcher.job import Job
-    from recipes.common.launcher.settings import Settings
+    from tools.launch.job import Job
+    from tools.launch.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "recipes"

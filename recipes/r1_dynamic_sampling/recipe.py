@@ -14,8 +14,8 @@ from recipes.r1_dynamic_sampling.arithmetic import EVAL_SETS, INSTRUCTION
 from recipes.r1_dynamic_sampling.prompt_data import HELD_OUT_SET, set_pairs
 
 if TYPE_CHECKING:
-    from recipes.common.launcher.job import Job
-    from recipes.common.launcher.settings import Settings
+    from tools.launch.job import Job
+    from tools.launch.settings import Settings
 
 
 CORPUS = CorpusStyle(

@@ -11,7 +11,7 @@ from recipes.r1_zero.deepscaler import TAGS
 from recipes.r1_zero.json_to_parquet import SYSTEM_TEMPLATE, read_rows
 
 if TYPE_CHECKING:
-    from recipes.common.launcher.job import Job
+    from tools.launch.job import Job
 
 
 def solution_of(row: dict[str, Any]) -> str:
