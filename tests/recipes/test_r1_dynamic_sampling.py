@@ -266,5 +266,5 @@ def test_the_full_plan_is_printed_for_sixteen_nodes(
 def test_bad_evaluation_sets_are_refused() -> None:
     with pytest.raises(ValueError, match=r"EVAL_PROMPT_DATA: aime: /none: no such file"):
         read_settings(RECIPE, [], {"EVAL_PROMPT_DATA": "aime /none"})
-    assert RECIPE.eval_sets(read_settings(RECIPE, [], {})) == ("sums", "comparisons")
-    assert RECIPE.eval_sets(read_settings(RECIPE, [], {"PROMPT_DATA": "/p.jsonl"})) == ("held_out",)
+    assert RECIPE.eval_sets(read_settings(RECIPE, [], {}).recipe_inputs) == ("sums", "comparisons")
+    assert RECIPE.eval_sets(read_settings(RECIPE, [], {"PROMPT_DATA": "/p.jsonl"}).recipe_inputs) == ("held_out",)

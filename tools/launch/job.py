@@ -103,7 +103,7 @@ def run_overrides(settings: Settings, model_dir: Path, rollout_nnodes: int = 0) 
     """
     from verl.trainer.config.override_text import override
 
-    data, eval_sets = settings.data_dir, settings.recipe.eval_sets(settings)
+    data, eval_sets = settings.data_dir, settings.recipe.eval_sets(settings.recipe_inputs)
     val_files: dict[str, object] = {f"data.val_files.{name}": data / "eval" / f"{name}.parquet" for name in eval_sets}
     derived = {
         "data.train_files": data / "train.parquet",

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from recipes.common.recipe import ROOT, Recipe
+from recipes.common.recipe import ROOT, Recipe, RecipeInputs
 from tools.download import PACKAGES
 from tools.launch import network
 from verl.utils.net_utils import LOOPBACK
@@ -128,6 +128,11 @@ class Settings:
     @property
     def data_dir(self) -> Path:
         return self.output_dir / "data"
+
+    @property
+    def recipe_inputs(self) -> RecipeInputs:
+        """What the recipe's functions read of these settings."""
+        return RecipeInputs(self.data_dir, self.seed, self.input_path, self.eval_input, self.model_path)
 
     @property
     def dist_ckpt_dir(self) -> Path:
