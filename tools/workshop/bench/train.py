@@ -1,8 +1,5 @@
 """``python -m tools.workshop.bench.train``: tokens per second, memory and use of the peak, beside transformers.
 
-``--profile`` shows where the time of our engine's step goes instead: every operation with its bytes and floating-point
-operations, beside the least time that they take at the machine's rates.
-
 Every engine lives in a process of its own with the same CPUs, threads and allocator; the engines of a
 group are alive together and take their steps in turns on the same sequences, so that whatever else the machine does
 meets all of them. Figures are medians; ratios are of medians within a group. At the default size the default group, all
@@ -23,7 +20,6 @@ from typing import Any
 from tools.workshop.bench.models import Batch, matmul_flops, mixed_lengths, parsed, random_batch, small_config
 from tools.workshop.bench.options import aligned, parser_of, refused, thread_problems, unknown_choices, write_report
 from tools.workshop.bench.remote import EngineProcess, EngineSpec, allocator_name, cpus_for, report_progress
-from tools.workshop.bench.train_profile import profile_table, with_limits
 
 ENGINES = (
     "megatron",
@@ -48,10 +44,7 @@ COLUMNS = {
 def main(argv: Sequence[str] | None = None) -> int:
     options = _options().parse_args(argv)
     engines = {name for group in options.engines for name in group.split(",")}
-    ours = [name for name in ENGINES if name in engines and name.startswith("megatron")]
     problems = [*unknown_choices(("--engines", ENGINES, engines)), *thread_problems(options.threads)]
-    if options.profile and not ours:
-        problems.append("--profile is of our engines alone: name one in --engines, such as megatron-fp32")
     if refused("tools.workshop.bench.train", problems):
         return 2
     raw = small_config(options.hidden_size, options.num_layers, options.num_experts, options.vocab_size)
@@ -61,9 +54,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         mixed = mixed_lengths(options.tokens, options.length, step)
         batches["equal"].append(random_batch(equal, options.vocab_size, step))
         batches["mixed"].append(random_batch(mixed, options.vocab_size, step))
-    if options.profile:
-        write_report(options.json, _profiles(ours, raw, batches, options))
-        return 0
     reports = []
     for group in options.engines:
         rows = _measured(group.split(","), raw, batches, options)
@@ -88,26 +78,9 @@ def _options() -> argparse.ArgumentParser:
     mixed = "who also steps on mixed lengths, packed (only megatron) and padded (default: megatron)"
     parser.add_argument("--mixed", choices=("none", "megatron", "all"), default="megatron", help=mixed)
     default = "megatron-lean,transformers-bf16"
-    parser.add_argument("--profile", action="store_true", help="where our engines' time goes, operation by operation")
     groups = f"groups of engines, each comma-separated, of {', '.join(ENGINES)} (default: {default})"
     parser.add_argument("--engines", nargs="+", default=[default], metavar="GROUP", help=groups)
     return parser
-
-
-def _profiles(
-    engines: list[str], raw: dict[str, Any], batches: dict[str, list[Batch]], options: argparse.Namespace
-) -> list[dict[str, Any]]:
-    """Print and return the profile of one step of each of our engines, on sequences of equal length."""
-    profiles = []
-    first, second = (batch.sequences for batch in batches["equal"][:2])
-    for engine in engines:
-        with ExitStack() as stack:
-            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-train-")))
-            process = stack.enter_context(_started(engine, raw, options, scratch))
-            process.ask("profile", sequences=first)  # warms up engine and profile
-            profiles.append(with_limits({"engine": process.name} | process.ask("profile", sequences=second)))
-        print(profile_table(profiles[-1]), flush=True)
-    return profiles
 
 
 def _started(engine: str, raw: dict[str, Any], options: argparse.Namespace, scratch: Path) -> EngineProcess:

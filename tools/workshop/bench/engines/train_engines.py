@@ -5,15 +5,12 @@ Run as a program: ``python train_engines.py OPTIONS``; see ``engine_server``.
 
 from __future__ import annotations
 
-import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from engine_server import Stopwatch, best_seconds, serve
-from op_profile import OpProfile
 
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.ops import resolve
@@ -57,17 +54,6 @@ class MegatronEngine(TrainEngine):
             recompute_granularity="selective" if is_lean else None,
             recompute_modules=LEAN_RECOMPUTE,
         )
-
-    def profile(self, batch: Batch) -> dict[str, Any]:
-        """One packed step: its seconds, and what each of its operations took."""
-        with OpProfile() as profile:
-            profile.watch(self.model.module)
-            start = time.perf_counter()
-            self.gradients(batch)
-            profile.phase = "update"
-            self.optimizer.step()
-            seconds = time.perf_counter() - start
-        return {"seconds": seconds, "ops": [asdict(cost) for cost in profile.costs.values()]}
 
 
 class TransformersEngine:
@@ -157,12 +143,6 @@ class TimedEngine:
         loss = self.engine.step(Batch(tuple(map(tuple, sequences))), is_packed)
         return stopwatch.read() | {"loss": loss}
 
-    def profile(self, sequences: list[list[int]]) -> dict[str, Any]:
-        """One packed step by operation, and the least time of each at the rates measured right before it."""
-        assert isinstance(self.engine, MegatronEngine), "only our engine's step is profiled"
-        rates = {"peaks": self.matmul_peaks(), "bytes_per_s": _copy_rate()}
-        return rates | self.engine.profile(Batch(tuple(map(tuple, sequences))))
-
     def matmul_peaks(self) -> dict[str, float]:
         """Floating-point operations per second of large square matmuls, the best of several, by dtype."""
         peaks = {}
@@ -171,13 +151,6 @@ class TimedEngine:
             seconds = best_seconds(lambda left=left, right=right: left @ right, 3)
             peaks[str(dtype).removeprefix("torch.")] = 2 * 2048**3 / seconds
         return peaks
-
-
-def _copy_rate() -> float:
-    """Bytes read and written per second by a copy that no cache holds, the best of several."""
-    source = torch.ones(1 << 26)
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / best_seconds(lambda: target.copy_(source), 4)
 
 
 if __name__ == "__main__":
