@@ -163,18 +163,6 @@ def random_batch(lengths: list[int], vocab_size: int, seed: int) -> Batch:
     return Batch(tuple(tuple(rng.randrange(vocab_size) for _ in range(length)) for length in lengths))
 
 
-def mixed_lengths(num_tokens: int, longest: int, seed: int) -> list[int]:
-    """Lengths as of reasoning responses to DeepScaleR's problems: log-normal, most short, a few at the limit.
-
-    The median is a sixth of ``longest`` and sigma 0.9, about what a run under a response limit shows.
-    """
-    rng = random.Random(seed)
-    lengths: list[int] = []
-    while sum(lengths) < num_tokens:
-        lengths.append(min(longest, max(16, round(rng.lognormvariate(0.0, 0.9) * longest / 6))))
-    return lengths
-
-
 def matmul_flops(hf: HFModelConfig, lengths: list[int]) -> float:
     """Floating-point operations of the matmuls of one forward and backward pass over sequences of these lengths.
 
