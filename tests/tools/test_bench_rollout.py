@@ -144,7 +144,6 @@ def test_figures_are_medians_and_growth_compares_both_ends() -> None:
         measured=measured,
         started=[{"engine": "ours", "ready_seconds": [1.0, 1.0], "first_token_seconds": [3.0, 2.0]}],
         machine=[{"bytes_per_s": 1e9, "flops_per_s": 1e9}] * 3,
-        variants={},
         failures={},
     )
     assert found["rows"][0]["tokens_per_s"] == 50 and found["rows"][0]["others_cores"] == 0.5

@@ -71,7 +71,8 @@ class JobNeeds:
 def load_table(path: Path = TABLE) -> tuple[list[Stack], list[JobNeeds]]:
     """Both parts of the table."""
     table = tomllib.loads(path.read_text(encoding="utf-8"))
-    return [Stack(**row) for row in table["stack"]], [JobNeeds(**row) for row in table["job"]]
+    stacks, jobs = table["stack"].items(), table["job"].items()
+    return [Stack(name, **row) for name, row in stacks], [JobNeeds(config, **row) for config, row in jobs]
 
 
 def stack_of_torch(version: str | None) -> Stack:

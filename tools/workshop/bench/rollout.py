@@ -98,7 +98,6 @@ class Bench:
         self.works = [known[name] for name in options.works]
         self.failures: dict[str, str] = {}
         self.starts: list[dict[str, Any]] = []
-        self.variants: dict[str, float] = {}
 
     def run(self) -> dict[str, Any]:
         """Everything that was measured, and the figures made of it."""
@@ -116,7 +115,6 @@ class Bench:
             measured=measured,
             started=self.starts,
             machine=machine,
-            variants=self.variants,
             failures=self.failures,
         )
 
@@ -145,11 +143,13 @@ class Bench:
         }
         shortest, longest = options.prompt_lengths
         trial = Work("trial", options.num_prompts, shortest, longest, new_tokens=16)
-        spec, self.variants, failures = quickest_variant(
-            specs, self._start, lambda process: [self._generate(process, trial, s)["seconds"] for s in range(2)][-1]
-        )
-        self.failures |= {f"{engine} {variant}": error for variant, error in failures.items()}
-        return spec
+        try:
+            return quickest_variant(
+                specs, self._start, lambda process: [self._generate(process, trial, s)["seconds"] for s in range(2)][-1]
+            )
+        except EngineError as error:
+            self._fail(engine, error)
+            return None
 
     def _vllm_environment(self, num_tokens: int) -> dict[str, str]:
         """One process, bound to our CPUs, with room for the largest work; its MLA kernels know one shape only."""

@@ -34,7 +34,6 @@ def report(
     measured: list[dict[str, Any]],
     started: list[dict[str, Any]],
     machine: list[dict[str, float]],
-    variants: dict[str, float],
     failures: dict[str, str],
 ) -> dict[str, Any]:
     """Rows per engine and work, ratios of ours to each other engine."""
@@ -47,7 +46,6 @@ def report(
         "model": raw,
         "allocator": allocator,
         "machine": rates,
-        "transformers_variants": variants,
         "starts": starts,
         "rows": rows,
         "ratios": _ratios(rows, starts),
