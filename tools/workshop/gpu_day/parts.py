@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import accumulate
@@ -15,20 +15,20 @@ from tools.workshop.gpu_day.rows import ENDED, Rows, described
 
 # Name -> the function of a module that gets a device and the part's rows, and the part's share of a day in seconds.
 PARTS = {
-    "training ops": ("parity:training_ops", 80),
-    "rollout ops": ("parity:rollout_ops", 60),
-    "training model": ("parity:training_model", 30),
-    "rollout model": ("parity:rollout_models", 55),
-    "host waits": ("waits:host_waits", 35),
-    "grpo step": ("grpo:grpo_step", 40),
-    "decode": ("speed:decode", 75),
-    "training": ("speed:training", 30),
-    "prefill": ("speed:prefill", 40),
-    "fp8": ("fp8:fp8_products", 45),
-    "fp8 training": ("fp8_training:fp8_training", 45),
-    "context parallel": ("context:context_parallel", 30),
-    "memory": ("memory:memory", 40),
-    "sleep": ("speed:sleep", 25),
+    "training ops": ("tools.workshop.gpu_day.parity:training_ops", 80),
+    "rollout ops": ("tools.workshop.gpu_day.parity:rollout_ops", 60),
+    "training model": ("tools.workshop.gpu_day.parity:training_model", 30),
+    "rollout model": ("tools.workshop.gpu_day.parity:rollout_models", 55),
+    "host waits": ("tools.workshop.gpu_day.waits:host_waits", 35),
+    "grpo step": ("tools.workshop.gpu_day.grpo:grpo_step", 40),
+    "decode": ("tools.workshop.gpu_day.speed:decode", 75),
+    "training": ("tools.workshop.gpu_day.speed:training", 30),
+    "prefill": ("tools.workshop.gpu_day.speed:prefill", 40),
+    "fp8": ("tools.workshop.gpu_day.fp8:fp8_products", 45),
+    "fp8 training": ("tools.workshop.gpu_day.fp8_training:fp8_training", 45),
+    "context parallel": ("tools.workshop.gpu_day.context:context_parallel", 30),
+    "memory": ("tools.workshop.gpu_day.memory:memory", 40),
+    "sleep": ("tools.workshop.gpu_day.speed:sleep", 25),
 }
 
 
@@ -51,8 +51,7 @@ def resolved_device(asked: str | None) -> str:
 
 def run_part(name: str, path: Path, device: str) -> None:
     """Run one part in this process; its rows go to the JSON file ``path``."""
-    module, _, function = PARTS[name][0].partition(":")
-    run = getattr(importlib.import_module(f"tools.workshop.gpu_day.{module}"), function)
+    run = pkgutil.resolve_name(PARTS[name][0])
     rows = Rows(path, name, judges=device == "cuda")
     try:
         with flash_attention_on_cpu() if device == "cpu" else nullcontext():

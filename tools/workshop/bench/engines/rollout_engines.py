@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from engine_server import Stopwatch, best_seconds, serve
+from engine_server import Stopwatch, best_seconds, matmul_peaks, serve
 
 
 class StepClock:
@@ -192,11 +192,7 @@ class MachineProbe:
         source = torch.ones(num_bytes // 4)
         target = torch.empty_like(source)
         reads = [num_bytes / best_seconds(source.sum, 6), 2 * num_bytes / best_seconds(lambda: target.copy_(source), 6)]
-        flops = []
-        for one in {dtype, "float32"}:
-            left, right = (torch.randn(2048, 2048).to(getattr(torch, one)) for _ in range(2))
-            flops.append(2 * 2048**3 / best_seconds(lambda left=left, right=right: left @ right, 3))
-        return {"bytes_per_s": max(reads), "flops_per_s": max(flops)}
+        return {"bytes_per_s": max(reads), "flops_per_s": max(matmul_peaks(dtype, "float32").values())}
 
 
 ENGINES = {"ours": VllmEngine, "vllm": VllmEngine, "transformers": TransformersEngine, "probe": MachineProbe}

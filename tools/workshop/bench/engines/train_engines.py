@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from engine_server import Stopwatch, best_seconds, serve
+from engine_server import Stopwatch, best_seconds, matmul_peaks, serve
 
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.ops import resolve
@@ -135,13 +135,7 @@ class TimedEngine:
         return stopwatch.read() | {"loss": loss}
 
     def matmul_peaks(self) -> dict[str, float]:
-        """Floating-point operations per second of large square matmuls, the best of several, by dtype."""
-        peaks = {}
-        for dtype in (torch.bfloat16, torch.float32):
-            left, right = (torch.randn(2048, 2048, dtype=dtype) for _ in range(2))
-            seconds = best_seconds(lambda left=left, right=right: left @ right, 3)
-            peaks[str(dtype).removeprefix("torch.")] = 2 * 2048**3 / seconds
-        return peaks
+        return matmul_peaks("bfloat16", "float32")
 
 
 if __name__ == "__main__":
