@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.common.atomic_files import write_text_atomically
+from hf_formats.files import write_text
 from tools.subtree import compare, manifest, snapshot, upstream
 from tools.subtree.compare import SubtreeDiff
 from tools.subtree.manifest import Manifest
@@ -69,5 +69,5 @@ def record_api(root: Path, item: Manifest, tag: str | None, spec: str | None) ->
         text = (root / item.path).read_text(encoding="utf-8")
         written[item.path] = manifest.with_pin(text, tag, found.commit)
     for path, text in written.items():
-        write_text_atomically(root / path, text)
+        write_text(root / path, text)
     return recorded, found.source, list(written)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from recipes.common.atomic_files import write_text_atomically
+from hf_formats.files import write_text
 from tools.marks import ROOT, WORD, Adaptation, collect
 from tools.workshop.removals import prove, read_registry
 
@@ -46,7 +46,7 @@ def run(root: Path, check: bool) -> str:
     if check and not problems and (not path.exists() or path.read_text(encoding="utf-8") != text):
         problems.append(f"{OUTPUT} does not agree with the marks: run `python -m {COMMAND}` and commit it")
     if not check and not problems:
-        write_text_atomically(path, text)
+        write_text(path, text)
     problems += wrong_proofs
     if problems:
         raise ValueError("\n  ".join([f"{len(problems)} problem(s) with {WORD} marks:", *problems]))

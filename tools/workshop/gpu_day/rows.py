@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from recipes.common.atomic_files import write_text_atomically
+from hf_formats.files import write_text
 
 NOT_STARTED, CUT_OFF, ENDED = "not started", "cut off", "ended"  # names of rows about a part
 ROOT = Path(__file__).resolve().parents[3]
@@ -92,7 +92,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def save_json(path: Path, content: object) -> None:
-    write_text_atomically(path, json.dumps(content, indent=1))
+    write_text(path, json.dumps(content, indent=1))
 
 
 def line(row: Row) -> str:
