@@ -49,7 +49,7 @@ def small_config(hidden_size: int, num_layers: int, num_experts: int, vocab_size
 
 _ENDS = {"bos_token_id": 0, "eos_token_id": 1}
 _COMMON = {
-    "max_position_embeddings": 40960,  # room for the answers over which the growth of a step is measured
+    "max_position_embeddings": 40960,
     **_ENDS,
     "rope_interleave": True,
     "use_cache": True,
@@ -156,7 +156,6 @@ class Work:
     n: int = 1
     new_tokens: int = 128
     detokenize: bool = False
-    has_model: bool = True  # False: everything but the model's forward, of our engine alone
 
     @property
     def num_samples(self) -> int:

@@ -84,15 +84,8 @@ class VllmEngine:
             self.llm.apply_model(self.clock.watch)
             self.llm.apply_model(self._watch_logits)
 
-    def generate(
-        self, prompts: list[list[int]], n: int, max_tokens: int, detokenize: bool, has_model: bool = True
-    ) -> dict[str, Any]:
-        """Time ``n`` samples of exactly ``max_tokens`` tokens for each prompt, at temperature 1.
-
-        Without the model every step of ours has the states of its first.
-        """
-        if not has_model:
-            self._leave_model_out()
+    def generate(self, prompts: list[list[int]], n: int, max_tokens: int, detokenize: bool) -> dict[str, Any]:
+        """Time ``n`` samples of exactly ``max_tokens`` tokens for each prompt, at temperature 1."""
         params = self._new_params(n=n, temperature=1.0, max_tokens=max_tokens, ignore_eos=True, detokenize=detokenize)
         requests = [{"prompt_token_ids": ids} for ids in prompts]
         self.clock.forget()
@@ -101,20 +94,6 @@ class VllmEngine:
         measured = stopwatch.read()
         lengths = [len(sample.token_ids) for output in outputs for sample in output.outputs]
         return measured | self.clock.steps() | {"num_tokens": sum(lengths), "shortest": min(lengths)}
-
-    def _leave_model_out(self) -> None:
-        runner = self.llm.core.worker.runner
-        run = runner._forward
-        first_output: list[Any] = []
-
-        def first(plan: Any, *args: Any) -> Any:
-            if not first_output or len(first_output[0]) < len(plan.token_ids_T):
-                states, logits_of = run(plan, *args)
-                first_output[:] = [states.clone(), logits_of]
-            return first_output[0][: len(plan.token_ids_T)], first_output[1]
-
-        runner._forward = first
-        self.clock.watch_call(runner, "_forward")
 
     def _watch_logits(self, model: Any) -> None:
         modules = {type(module).__name__: module for module in model.modules()}
