@@ -39,6 +39,11 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         return bool(self.running or self.waiting)
 
+    @property
+    def unfinished(self) -> list[Request]:
+        """Those that run, then those that wait, each the most urgent first."""
+        return [*self.running, *self.waiting]
+
     def add_request(self, request: Request) -> None:
         """Queue a request behind all of its priority; one that has run before in front of those that have not."""
         request.arrival = self._num_arrivals
@@ -68,7 +73,7 @@ class Scheduler:
 
     def withdraw_all(self, keeps_cache: bool = False) -> None:
         """Take every unfinished request out, as `withdraw`."""
-        for request in [*self.running, *self.waiting]:
+        for request in self.unfinished:
             self.withdraw(request, keeps_cache)
 
     def abort(self, request: Request) -> None:
