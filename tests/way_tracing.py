@@ -24,9 +24,9 @@ class Way:
     """What our functions were given, or returned, between the first call of one and the last return of another.
 
     Attributes:
-        classes: every class of ours of which an instance that was not there before was seen on the way, and the function
-            that had it first. ``dict`` and ``tuple`` are among them where one with more than two fields carries the
-            value.
+        classes: every class of ours of which an instance that was not there before was seen on the way, and the
+            function that had it first. ``dict`` and ``tuple`` are among them where one with more than two fields
+            carries the value.
     """
 
     def __init__(
