@@ -85,7 +85,6 @@ class GroupRolloutWorker(ActorRolloutRefWorker):
 
     def _build_rollout(self) -> None:
         super()._build_rollout()
-        assert isinstance(self.rollout, vLLMRollout)
         self.stream = SampleStream(self.rollout)
 
 

@@ -7,7 +7,7 @@ from types import TracebackType
 
 from megatron.core.distributed import DistributedDataParallel
 from verl.utils.timeline import Timeline, now_s
-from verl.workers.rollout.base import BaseRollout
+from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
 from verl.workers.sharding_manager.weight_sync import WeightSync
 from vllm.platforms import Platform
 
@@ -31,7 +31,7 @@ class MegatronVLLMShardingManager:
     """
 
     actor_module: DistributedDataParallel
-    rollout: BaseRollout
+    rollout: vLLMRollout
     sync: WeightSync
     offload_param: bool
     timeline: Timeline

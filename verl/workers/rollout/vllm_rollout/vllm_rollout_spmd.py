@@ -13,7 +13,6 @@ from torch import Tensor
 
 from verl.protocol import DataProto
 from verl.workers.config import RolloutConfig
-from verl.workers.rollout.base import BaseRollout
 from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.digest import WeightDigest
@@ -28,8 +27,10 @@ from vllm.v1.request import Request
 logger = logging.getLogger(__name__)
 
 
-class vLLMRollout(BaseRollout):
+class vLLMRollout:
     """One data-parallel replica's share of the rollout; tensor-parallel ranks of a replica get the same rows.
+
+    The weights are those that the trainer sends. It holds device memory only between ``resume`` and ``release``.
 
     Args:
         first_rank: the ranks before it have no engine.
@@ -53,18 +54,25 @@ class vLLMRollout(BaseRollout):
         self.release()
 
     def resume(self, tags: list[str]) -> None:
+        """Allocates ``weights`` (empty, to be written by ``update_weight_shards``) and/or ``kv_cache``."""
         self.inference_engine.wake_up(tags=tags)
 
     def rank_shards(self, rank: int) -> RankShards:
+        """HF name -> what the engine of ``rank`` owns of it; every rank knows that of all ranks."""
         return self.inference_engine.rank_shards(rank)
 
     def update_weight_shards(self, updates: Iterable[WeightUpdate], version: int) -> dict[str, WeightDigest]:
+        """Writes all shards of this rank for policy ``version``, as ``LLM.update_weight_shards``; iterating ``updates``
+        may be collective.
+        """
         return self.inference_engine.update_weight_shards(updates, version)
 
     def shard_digests(self) -> dict[str, WeightDigest]:
+        """HF name -> digest of this rank's shard as it is in memory now."""
         return self.inference_engine.shard_digests()
 
     def release(self) -> None:
+        """Frees the KV cache and the weights."""
         self.inference_engine.sleep(level=2)
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:

@@ -29,6 +29,15 @@ class SchedulerOutput:
         self.new_block_ids.append(new_block_ids)
 
     @property
+    def sampled(self) -> list[Request]:
+        """The requests that get a token: those whose tokens are all computed when the step is."""
+        return [
+            request
+            for request, num_new in zip(self.requests, self.num_tokens, strict=True)
+            if request.num_computed_tokens + num_new == len(request.token_ids)
+        ]
+
+    @property
     def is_decode_only(self) -> bool:
         """Whether every request brings exactly one token (also true of an empty step)."""
         return self.total_num_tokens == len(self.requests)
