@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 from vllm.config import ModelConfig, VllmConfig
@@ -85,14 +86,10 @@ class LLMEngine:
         """
         self.require_idle()
         self._queue(requests)
-        with frozen_gc_heap():
+        with frozen_gc_heap(), self._all_or_nothing():
             self.run(limits or StepLimits(), on_finished)
-        try:
             self.core.scheduler.withdraw_all()
             self.rebalancer.bring_home()
-        except BaseException:
-            self._drop_all()
-            raise
 
     def add_requests(self, requests: Sequence[Request]) -> None:
         """Queue new requests, or those of `withdraw`, behind the others of their priority, for `run`.
@@ -112,12 +109,13 @@ class LLMEngine:
         """
         finished: list[Request] = []
         self._is_anyone_busy = True  # the first step tells whether other replicas have work
-        while self._is_anyone_busy:
-            finished += self._step(on_finished)
-            limits.count_step()
-            # Between two rounds replicas make different numbers of steps: they can be cut together at a round only.
-            if self._is_anyone_busy and self.rebalancer.is_at_round and self._are_reached(limits):
-                break
+        with self._all_or_nothing():
+            while self._is_anyone_busy:
+                finished += self._step(on_finished)
+                limits.count_step()
+                # Between two rounds replicas make different numbers of steps: they can be cut together at a round only.
+                if self._is_anyone_busy and self.rebalancer.is_at_round and self._are_reached(limits):
+                    break
         return finished
 
     def withdraw(self, keeps_cache: bool = False) -> list[Request]:
@@ -172,7 +170,9 @@ class LLMEngine:
         `ends_failed_requests`: then the requests that get such logits end with finish_reason "error".
         """
         ended = []
-        for request in self._step(ends_failed_requests=ends_failed_requests):
+        with self._all_or_nothing():
+            finished = self._step(ends_failed_requests=ends_failed_requests)
+        for request in finished:
             stream = self._streams.get(prompt_of(request.request_id))
             if stream is not None and stream.group.is_finished:
                 ended.append(self._streams.pop(stream.group.request_id))
@@ -213,19 +213,15 @@ class LLMEngine:
         In lock-step a replica runs its own requests, then empty steps; all replicas leave at the first exchange in
         which none has work. Otherwise a replica that rebalances and has no work waits for the others' next round.
         """
-        try:
-            finished, is_busy = self.core.step()
-            if not ends_failed_requests:
-                self.core.require_finite()
-            if on_finished is not None:
-                for request in finished:
-                    on_finished(request)
-            if not self.config.parallel.steps_in_lockstep:
-                is_busy = self.core.scheduler.has_unfinished
-            self._is_anyone_busy = self.rebalancer.after_step(is_busy)
-        except BaseException:
-            self._drop_all()
-            raise
+        finished, is_busy = self.core.step()
+        if not ends_failed_requests:
+            self.core.require_finite()
+        if on_finished is not None:
+            for request in finished:
+                on_finished(request)
+        if not self.config.parallel.steps_in_lockstep:
+            is_busy = self.core.scheduler.has_unfinished
+        self._is_anyone_busy = self.rebalancer.after_step(is_busy)
         return finished
 
     def _are_reached(self, limits: StepLimits) -> bool:
@@ -235,7 +231,13 @@ class LLMEngine:
             return self.core.parallel.is_any(is_due, self.core.device)
         return is_due
 
-    def _drop_all(self) -> None:
-        self.core.drop_requests()
-        self.rebalancer.forget()
-        self._streams.clear()
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Drops all requests where its block fails."""
+        try:
+            yield
+        except BaseException:
+            self.core.drop_requests()
+            self.rebalancer.forget()
+            self._streams.clear()
+            raise
