@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import yaml
@@ -25,18 +25,43 @@ class Row:
     note: str
 
 
-def table_after(readme: str, heading: str) -> list[Row]:
-    """Rows of the first table of five columns after ``heading``."""
-    lines = re.search(r"(?:^\|.*\n)+", readme[readme.index(heading) :], re.MULTILINE)
-    assert lines is not None
-    cells = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in lines[0].splitlines()[2:]]
-    assert all(len(row) == 5 for row in cells), [row for row in cells if len(row) != 5]
-    return [Row(*(cell.strip("`") for cell in row)) for row in cells]
+_SAME = re.compile(r"`(?P<key>[^`]+)`(?P<star>(?: \*)?)(?: \((?P<name>.+)\))?")
+
+
+def tables_after(page: str, heading: str) -> list[Row]:
+    """Rows of both tables after ``heading``: five columns where something differs, key and value where nothing does.
+
+    A row of the second kind has its parameter's name in brackets, or no name where the key ends with it.
+    """
+    section = page[page.index(heading) + len(heading) :].split("\n## ")[0]
+    rows = []
+    for line in re.findall(r"^\|.*\|$", section, re.MULTILINE):
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if set(line) <= set("|-") or "key" in cells:
+            continue
+        if len(cells) == 2:
+            same = _SAME.fullmatch(cells[0])
+            assert same is not None, line
+            rows.append(Row((same["name"] or "").strip("`"), "", same["key"] + same["star"], cells[1], ""))
+        else:
+            assert len(cells) == 5, line
+            rows.append(Row(*(cell.strip("`") for cell in cells)))
+    return rows
+
+
+def _named(row: Row, seed: Mapping[str, str]) -> Row:
+    """A row of equal values with its name, the longest of the seed's that its key ends with, and the seed's value."""
+    if row.upstream or row.note or not row.key:
+        return row
+    key = row.key.removesuffix(" *")
+    name = row.name or max((n for n in seed if f".{key}".endswith(f".{n}")), key=len, default="")
+    return replace(row, name=name, upstream=seed.get(name, "")) if name else row
 
 
 def check_table(rows: list[Row], seed: Mapping[str, str], config_of: Callable[..., PPOTrainerConfig]) -> None:
     """Every parameter of the seed once with its value; every key with its resolved value; every difference named."""
-    assert [row.name for row in rows] == list(seed), "the table has the seed's parameters, in its order"
+    rows = [_named(row, seed) for row in rows]
+    assert sorted(row.name for row in rows) == sorted(seed), "the tables have the seed's parameters"
     config, accepted = config_of(), []
     resolved = asdict(config)
     for row in rows:
@@ -60,7 +85,9 @@ def check_table(rows: list[Row], seed: Mapping[str, str], config_of: Callable[..
 
 
 def _value(text: str) -> Any:
-    """YAML, with ``1e-6`` as the number that it is elsewhere; ``~/`` is the home directory."""
+    """YAML, with ``1e-6`` as the number that it is elsewhere, ``~/`` as the home directory, and a set flag as True."""
+    if text == "set":
+        return True
     try:
         return float(text)
     except ValueError:

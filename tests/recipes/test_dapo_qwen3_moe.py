@@ -152,10 +152,12 @@ def upstreams_settings() -> dict[str, str]:
 
 
 def table_of_the_page() -> list[Row]:
-    """Its rows are key (with a star where it is without effect), upstream's value, ours and what differs."""
+    """Its rows are key (with a star where it is without effect), upstream's value, ours and what differs; or key and
+    value where nothing does."""
     lines = [line for line in PAGE[PAGE.index("## `qwen3_30b") :].splitlines() if line.startswith("| `")]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    assert all(len(row) == 4 for row in cells), [row for row in cells if len(row) != 4]
+    assert all(len(row) in (2, 4) for row in cells), [row for row in cells if len(row) not in (2, 4)]
+    cells = [row if len(row) == 4 else [*row, row[1], ""] for row in cells]
     keys = [row[0].replace("`", "").replace(" ", "") for row in cells]
     return [Row(key.rstrip("*"), theirs, key, *more) for key, (_, theirs, *more) in zip(keys, cells, strict=True)]
 
