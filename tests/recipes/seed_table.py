@@ -25,47 +25,49 @@ class Row:
     note: str
 
 
-_SAME = re.compile(r"`(?P<key>[^`]+)`(?P<star>(?: \*)?)(?: \((?P<name>.+)\))?")
+_SETTING = re.compile(r"(?P<key>[\w.]+)=(?P<value>.*?)(?:  # (?P<remark>.+))?")
 
 
-def tables_after(page: str, heading: str) -> list[Row]:
-    """Rows of both tables after ``heading``: five columns where something differs, key and value where nothing does.
+def rows_after(page: str, heading: str) -> list[Row]:
+    """The rows after ``heading``: of its table, where something differs, and of its blocks, where nothing does.
 
-    A row of the second kind has its parameter's name in brackets, or no name where the key ends with it.
+    A table has five columns, or four where upstream's name is the key. A block has lines ``key=value  # remark`` (the
+    remark is upstream's name, or where a variable is set); the line before it says whether they have an effect, which a
+    star after the key stands for.
     """
     section = page[page.index(heading) + len(heading) :].split("\n## ")[0]
     rows = []
-    for line in re.findall(r"^\|.*\|$", section, re.MULTILINE):
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if set(line) <= set("|-") or "key" in cells:
-            continue
-        if len(cells) == 2:
-            same = _SAME.fullmatch(cells[0])
-            assert same is not None, line
-            rows.append(Row((same["name"] or "").strip("`"), "", same["key"] + same["star"], cells[1], ""))
-        else:
-            assert len(cells) == 5, line
-            rows.append(Row(*(cell.strip("`") for cell in cells)))
+    for line in re.findall(r"^\| `.*\|$", section, re.MULTILINE):
+        cells = [cell.strip().strip("`") for cell in line.strip("|").split("|")]
+        assert len(cells) in (4, 5), line
+        rows.append(Row(*(cells if len(cells) == 5 else [cells[0], cells[1], cells[0], *cells[2:]])))
+    for introduction, block in re.findall(r"([^\n]+):\n\n```text\n(.*?)```", section, re.DOTALL):
+        is_idle = re.search("without effect|changes nothing", introduction, re.IGNORECASE)
+        for line in block.splitlines():
+            found = _SETTING.fullmatch(line)
+            assert found is not None, line
+            name, key = found["remark"] or "", found["key"] + (" *" if is_idle else "")
+            name, key = (key, name) if name == "npu_env.sh" else (name, key)
+            rows.append(Row(name, found["value"], key, found["value"], ""))
     return rows
 
 
 def _named(row: Row, seed: Mapping[str, str]) -> Row:
-    """A row of equal values with its name, the longest of the seed's that its key ends with, and the seed's value."""
-    if row.upstream or row.note or not row.key:
+    """The row by its parameter's name, which is its remark, else the longest of the seed's that its key ends with."""
+    if row.name in seed:
         return row
     key = row.key.removesuffix(" *")
-    name = row.name or max((n for n in seed if f".{key}".endswith(f".{n}")), key=len, default="")
-    return replace(row, name=name, upstream=seed.get(name, "")) if name else row
+    return replace(row, name=max((name for name in seed if f".{key}".endswith(f".{name}")), key=len, default=""))
 
 
 def check_table(rows: list[Row], seed: Mapping[str, str], config_of: Callable[..., PPOTrainerConfig]) -> None:
     """Every parameter of the seed once with its value; every key with its resolved value; every difference named."""
     rows = [_named(row, seed) for row in rows]
-    assert sorted(row.name for row in rows) == sorted(seed), "the tables have the seed's parameters"
+    assert sorted(row.name for row in rows) == sorted(seed), "the page has the seed's parameters"
     config, accepted = config_of(), []
     resolved = asdict(config)
     for row in rows:
-        assert row.upstream == seed[row.name], row
+        assert seed[row.name] in (row.upstream, *(["set"] if row.upstream == "True" else [])), row
         if not row.key:
             assert row.note, f"{row.name} has no key and no word of what stands in its place"
             continue
