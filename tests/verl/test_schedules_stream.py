@@ -19,7 +19,7 @@ from verl.workers.config import RolloutConfig
 from verl.workers.rollout.rollout_messages import PROMPT, SAMPLE, VERSIONS
 from verl.workers.rollout.vllm_rollout.sample_stream import SampleStream
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import all_rank_shards, vLLMRollout
-from verl.workers.sharding_manager.weight_sync import WeightSync
+from verl.workers.weight_sync.sync import WeightSync
 
 NUM_TRAINING, NUM_ROLLOUT = 2, 2
 LAYOUT = ParallelLayout(NUM_TRAINING, 1, 2)

@@ -18,8 +18,8 @@ from mindspeed_llm.weight_plan import owner_ranks
 from tests.mindspeed_llm.test_weight_plan import DEEPSEEK_V3, LAYOUTS
 from tests.mindspeed_llm.tiny import tiny_hf_config, tiny_qwen3_config
 from tests.vllm.fp8_tiny import WIDE
-from verl.workers.sharding_manager.transfer_plan import TransferPlan, aligned, build_plan
-from verl.workers.sharding_manager.weight_transfer import rank_rounds
+from verl.workers.weight_sync.plan import TransferPlan, aligned, build_plan
+from verl.workers.weight_sync.transfer import rank_rounds
 from vllm.config import ParallelConfig
 from vllm.model_executor.model_loader.rank_shards import RankShards, rank_shards
 from vllm.transformers_utils.config import load_config

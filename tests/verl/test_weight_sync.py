@@ -22,7 +22,7 @@ from tests.published import smollm2
 from tests.vllm.fp8_tiny import WIDE
 from verl.workers.config import RolloutConfig
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
-from verl.workers.sharding_manager.weight_sync import WeightSync
+from verl.workers.weight_sync.sync import WeightSync
 from vllm.model_executor.model_loader.digest import differences
 
 BUCKET = 128 << 10

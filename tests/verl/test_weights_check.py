@@ -62,13 +62,13 @@ def sync(model_dir: str, world_size: int, settings: list[str]) -> tuple[int, int
     worker.init_model()
     rollout: Any = worker.rollout
     for _ in range(2):
-        with worker.sharding_manager:
+        with worker.rollout_mode:
             version, count = rollout.inference_engine.policy_version, len(rollout.shard_digests())
     errors = []
     for kind in (WronglyHolding, WronglyReceiving):
         rollout.release()
         rollout.__class__ = kind
-        with pytest.raises(RuntimeError) as error, worker.sharding_manager:
+        with pytest.raises(RuntimeError) as error, worker.rollout_mode:
             pass
         errors.append(str(error.value))
     return version, count, errors, rollout.changed

@@ -39,9 +39,10 @@ from tools.bench.models import deepseek_v3_config
 from tools.bench.options import aligned
 from verl.workers.config import RolloutConfig
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
-from verl.workers.sharding_manager import weight_sync, weight_transfer
-from verl.workers.sharding_manager.transfer_plan import build_plan
-from verl.workers.sharding_manager.weight_sync import WeightSync
+from verl.workers.weight_sync import sync as weight_sync
+from verl.workers.weight_sync import transfer as weight_transfer
+from verl.workers.weight_sync.plan import build_plan
+from verl.workers.weight_sync.sync import WeightSync
 from vllm.config import ParallelConfig
 from vllm.model_executor.model_loader import shard_writer
 from vllm.model_executor.model_loader.digest import copy_with_digests

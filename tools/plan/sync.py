@@ -16,8 +16,8 @@ from hf_formats.config import HFModelConfig
 from megatron.core.parallel_layout import ParallelLayout
 from tools.plan.collectives import Collective
 from verl.workers.megatron_workers import ActorRolloutRefWorker
-from verl.workers.sharding_manager.transfer_plan import Transfer, TransferPlan, build_plan
-from verl.workers.sharding_manager.weight_transfer import WeightTransfer
+from verl.workers.weight_sync.plan import Transfer, TransferPlan, build_plan
+from verl.workers.weight_sync.transfer import WeightTransfer
 from vllm.config import ParallelConfig, VllmConfig
 from vllm.model_executor.model_loader.rank_shards import RankShards, rank_shards
 from vllm.model_executor.model_loader.weight_view import Shard
@@ -34,7 +34,7 @@ def planned_sync(worker: ActorRolloutRefWorker) -> tuple[dict[str, int], tuple[C
     weights without a buffer, and ``buckets`` are all buffers that are alive together. Calls: an all-to-all each round
     and the comparison of correct digests.
     """
-    sync = worker.sharding_manager.sync
+    sync = worker.rollout_mode.sync
     rounds, ranks = sync.transfer.rounds, tuple(torch.distributed.get_process_group_ranks(sync.group))
     calls = []
     for round_ in rounds:

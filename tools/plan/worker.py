@@ -176,7 +176,7 @@ class PlannedWorker(ActorRolloutRefWorker):
     def sync_samples_only(self) -> None:
         """Let every later weight sync move only the largest part of each dtype per round, through its whole buffers."""
         self.rollout.takes_samples = True
-        move_largest_only(self.sharding_manager.sync.transfer)
+        move_largest_only(self.rollout_mode.sync.transfer)
 
     def new_rollout(self, rollout_class: type[BaseRollout]) -> BaseRollout:
         spread = rollout_spread(self.config.rollout, self.hf_config, self.rank, self.world_size, self.load)

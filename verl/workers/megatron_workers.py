@@ -37,9 +37,9 @@ from verl.workers.phase_memory import PhaseMemory, resident_bytes
 from verl.workers.phases import make_watchdog, training_phase, worker_phase
 from verl.workers.rollout import BaseRollout, get_rollout_class
 from verl.workers.row_store import RowStore, controller_batch
-from verl.workers.sharding_manager.megatron_vllm import MegatronVLLMShardingManager
-from verl.workers.sharding_manager.transfer_plan import build_plan
-from verl.workers.sharding_manager.weight_sync import WeightSync
+from verl.workers.weight_sync.plan import build_plan
+from verl.workers.weight_sync.rollout_mode import RolloutMode
+from verl.workers.weight_sync.sync import WeightSync
 from vllm.platforms import resolve_platform
 
 logger = logging.getLogger(__name__)
@@ -104,12 +104,12 @@ class ActorRolloutRefWorker(Worker, DistProfilerExtension):
         if not keeps_earlier:
             self.row_store.drop()
         self.offload_for_rollout()
-        with self.sharding_manager as manager:
+        with self.rollout_mode as mode:
             start_s = now_s()
             output = self.rollout.generate_sequences(prompts)
             generate_s = now_s() - start_s
             self.timeline.add("generate", start_s, start_s + generate_s)
-        output.meta_info["timing"] = {"update_weights": manager.sync_seconds, "generate_sequences": generate_s}
+        output.meta_info["timing"] = {"update_weights": mode.sync_seconds, "generate_sequences": generate_s}
         output.meta_info[BY_RANK] = {self.rank: {"generate_sequences": generate_s}}
         if prompts.meta_info.get("validate", False):
             return controller_batch(output)
@@ -332,7 +332,7 @@ class ActorRolloutRefWorker(Worker, DistProfilerExtension):
             ranks_per_node=self.run_config.trainer.n_gpus_per_node,
             build_plan=self.build_transfer_plan,
         )
-        self.sharding_manager = MegatronVLLMShardingManager(
+        self.rollout_mode = RolloutMode(
             self.actor_module,
             self.rollout,
             sync,

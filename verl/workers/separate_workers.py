@@ -23,7 +23,7 @@ from verl.workers.rollout.rollout_messages import RolloutRequest, RolloutResult
 from verl.workers.rollout.vllm_rollout.sample_stream import SampleStream, run_request
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import all_rank_shards, vLLMRollout
 from verl.workers.row_store import RowStore, controller_batch
-from verl.workers.sharding_manager.weight_sync import WeightSync
+from verl.workers.weight_sync.sync import WeightSync
 from vllm.v1.request import Request
 
 _ROLLOUT, _SAVED = "rollout", "saved"
@@ -69,7 +69,7 @@ class GroupRolloutWorker(ActorRolloutRefWorker):
         """Syncs the weights for ``run_steps`` and frees the last step's rows; returns the seconds of the sync."""
         self.row_store.drop()
         self.offload_for_rollout()
-        return self.sharding_manager.__enter__().sync_seconds
+        return self.rollout_mode.__enter__().sync_seconds
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     @worker_phase
@@ -81,7 +81,7 @@ class GroupRolloutWorker(ActorRolloutRefWorker):
     def end_generation(self) -> None:
         """Drops what is unfinished and gives the device back to training."""
         self.stream.abort()
-        self.sharding_manager.__exit__(None, None, None)
+        self.rollout_mode.__exit__(None, None, None)
 
     def _build_rollout(self) -> None:
         super()._build_rollout()

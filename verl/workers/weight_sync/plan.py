@@ -23,7 +23,7 @@ from hf_formats.ranges import Ranges, intersection, shape_of
 from megatron.core.parallel_layout import ParallelLayout
 from mindspeed_llm.hf_shapes import always_fp32
 from mindspeed_llm.weight_plan import Shard, model_shards, owner_ranks
-from verl.workers.sharding_manager.transfer_rounds import RankPairs, RoundAssigner, SourceSelector
+from verl.workers.weight_sync.rounds import RankPairs, RoundAssigner, SourceSelector
 from vllm.model_executor.model_loader.rank_shards import RankShards
 
 ALIGNMENT = 8  # bytes, of every part of a message

@@ -21,7 +21,7 @@ from hf_formats.problems import raise_problems
 from hf_formats.ranges import Ranges, index_of, relative
 from mindspeed_llm.weight_plan import Shard
 from mindspeed_llm.weight_source import hf_view
-from verl.workers.sharding_manager.transfer_plan import TransferPlan
+from verl.workers.weight_sync.plan import TransferPlan
 
 _Key = tuple[str, Ranges]
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from hf_formats.fp8 import FP8_DTYPE
 from hf_formats.ranges import shape_of
-from verl.workers.sharding_manager.trained_weights import TrainedWeights
-from verl.workers.sharding_manager.transfer_plan import Transfer, TransferPlan, aligned
-from verl.workers.sharding_manager.transfer_rounds import RankPairs
+from verl.workers.weight_sync.plan import Transfer, TransferPlan, aligned
+from verl.workers.weight_sync.rounds import RankPairs
+from verl.workers.weight_sync.trained_weights import TrainedWeights
 from vllm.model_executor.model_loader.digest import add_digest, copy_with_digests, inner_dim, piece_bytes
 from vllm.model_executor.model_loader.shard_writer import WeightUpdate
 

@@ -14,9 +14,9 @@ from hf_formats.config import HFModelConfig
 from hf_formats.ranges import Ranges, shape_of
 from megatron.core.parallel_layout import ParallelLayout
 from verl.workers.rollout.base import BaseRollout
-from verl.workers.sharding_manager.trained_weights import TrainedWeights
-from verl.workers.sharding_manager.transfer_plan import TransferPlan, build_plan
-from verl.workers.sharding_manager.weight_transfer import WeightTransfer
+from verl.workers.weight_sync.plan import TransferPlan, build_plan
+from verl.workers.weight_sync.trained_weights import TrainedWeights
+from verl.workers.weight_sync.transfer import WeightTransfer
 from vllm.model_executor.model_loader.digest import WeightDigest, differences, odd_numbers
 from vllm.model_executor.model_loader.rank_shards import RankShards
 
