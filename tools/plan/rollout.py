@@ -69,7 +69,7 @@ def plan_rollout(worker: PlannedWorker, num_rows: int, prompt_length: int, respo
             worker.config.rollout.n,
             prompt_length,
             response_length,
-            core.worker.num_gpu_blocks,
+            core.worker.cache.num_blocks,
             engine.cache.block_size,
             engine.cache.enable_prefix_caching,
             engine.scheduler,

@@ -218,7 +218,7 @@ class ActorRolloutRefWorker(Worker, DistProfilerExtension):
         self.actor_module.onload_params()
         self.checkpoint_manager.export_hf(path)
 
-    build_transfer_plan = staticmethod(build_plan)  # makes the plan of the weight sync
+    build_transfer_plan = staticmethod(build_plan)  # of the weight sync; tools/plan makes one for all of its ranks
 
     @worker_phase
     def build_models(self, ops: TrainOps) -> None:
@@ -321,17 +321,17 @@ class ActorRolloutRefWorker(Worker, DistProfilerExtension):
         self._register_dispatch_collect_info(_ROLLOUT, replica, index == 0)
         self.rollout = self.new_rollout(get_rollout_class(config.name, config.mode))
         self.row_store = self.new_row_store()
-        sync = WeightSync(
+        shards = {rank: self.rollout.rank_shards(rank) for rank in range(self.groups.layout.world_size)}
+        plan = self.build_transfer_plan(
             self.hf_config,
             self.groups.layout,
             next(self.actor_module.module.parameters()).dtype,
-            {rank: self.rollout.rank_shards(rank) for rank in range(self.groups.layout.world_size)},
-            self.groups.world,
-            self.device,
+            shards,
+            self.groups.world.size(),
             bucket_bytes=config.update_weights_bucket_megabytes << 20,
             ranks_per_node=self.run_config.trainer.n_gpus_per_node,
-            build_plan=self.build_transfer_plan,
         )
+        sync = WeightSync(plan, shards[self.groups.world.rank()], self.groups.world, self.device)
         self.rollout_mode = RolloutMode(
             self.actor_module,
             self.rollout,

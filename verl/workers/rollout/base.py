@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -12,7 +12,7 @@ from verl.protocol import DataProto
 from verl.workers.config import RolloutConfig
 from vllm.model_executor.model_loader.digest import WeightDigest
 from vllm.model_executor.model_loader.rank_shards import RankShards
-from vllm.model_executor.model_loader.shard_writer import WeightUpdate
+from vllm.model_executor.model_loader.shard_writer import ShardWriter
 from vllm.ops.contract import RolloutOps
 from vllm.platforms import Platform
 
@@ -44,10 +44,10 @@ class BaseRollout(ABC):
         """HF name -> what the engine of ``rank`` owns of it; every rank knows that of all ranks."""
 
     @abstractmethod
-    def update_weight_shards(self, updates: Iterable[WeightUpdate], version: int) -> dict[str, WeightDigest]:
-        """Writes all shards of this rank for policy ``version``; iterating ``updates`` may be collective. Elements that
-        this rank does not own, that come twice or not at all are an error. Returns what ``shard_digests`` would return;
-        each digest was taken from the memory of the shard when all of it was written.
+    def update_weight_shards(self, version: int) -> AbstractContextManager[ShardWriter]:
+        """The context in which all shards of this rank are written for policy ``version``. Elements that this rank does
+        not own, that come twice or not at all are an error. Afterwards the writer's ``digests`` are what
+        ``shard_digests`` would return; each was taken from the memory of the shard when all of it was written.
         """
 
     @abstractmethod

@@ -1,70 +1,61 @@
-"""Copies the weights of a policy version from the ranks that train to the ranks that generate, and compares them."""
+"""Copies the weights of a policy version from the ranks that train to the ranks that generate."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NoReturn
+from functools import partial
+from itertools import pairwise
+from typing import TypeAlias
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_formats.config import HFModelConfig
-from hf_formats.ranges import Ranges, shape_of
-from megatron.core.parallel_layout import ParallelLayout
+from hf_formats.ranges import shape_of
 from verl.workers.rollout.base import BaseRollout
-from verl.workers.weight_sync.plan import TransferPlan, build_plan
-from verl.workers.weight_sync.trained_weights import TrainedWeights
-from verl.workers.weight_sync.transfer import WeightTransfer
-from vllm.model_executor.model_loader.digest import WeightDigest, differences, odd_numbers
+from verl.workers.weight_sync.plan import Transfer, TransferPlan
+from verl.workers.weight_sync.rank_rounds import Round, rank_rounds
+from verl.workers.weight_sync.trained_weights import agreed_scales, trained_values
+from verl.workers.weight_sync.weights_check import WeightsCheck
+from vllm.model_executor.model_loader.digest import copy_with_digests, inner_dim
 from vllm.model_executor.model_loader.rank_shards import RankShards
+from vllm.model_executor.model_loader.shard_writer import ShardWriter
 
-MAX_RANKS = 1 << 15  # whose sums of 16 bits fit int32
-_SHOWN = 12
-_SALT = 3  # differs from the salts of the digests
+ValuesOf: TypeAlias = Callable[[Transfer], Tensor]
 
 
 class WeightSync:
     """Sends the weights by a plan that is made once, and then checks every tensor of every rollout engine.
 
+    In each round a rank packs what it sends, and writes what it has received into its rollout engine. While a round is
+    in flight the next one is packed and the one before is written. The buffers of a round have at most the plan's
+    bucket together, so at most two buckets are in memory.
+
     Args:
-        params_dtype: the dtype of the training weights.
-        rollout_shards: rank of `group` -> `rank_shards` of the rollout engine there, the same on every rank. The first
-            ``layout.world_size`` ranks of the group train.
+        plan: of `build_plan`, the same on every rank.
+        shards: `rank_shards` of this rank's rollout engine; empty where there is none.
         group: all ranks that train or generate; every one of them makes this object and calls ``run``.
-        bucket_bytes: the size of a rank's buffers for one round; at most two rounds are in memory.
-        ranks_per_node: ranks on the same node are the preferred sources.
-        build_plan: `build_plan`, or a function that returns an earlier plan of the same arguments.
+
+    Attributes:
+        sums_N: int64 [shards of the plan], of the last run: this rank's part of the digest that rollout engines should
+            find of each, in the rollout dtype. It is summed up from the training weights while these are read.
     """
 
-    def __init__(
-        self,
-        hf: HFModelConfig,
-        layout: ParallelLayout,
-        params_dtype: torch.dtype,
-        rollout_shards: Mapping[int, RankShards],
-        group: dist.ProcessGroup,
-        device: torch.device,
-        *,
-        bucket_bytes: int,
-        ranks_per_node: int,
-        build_plan: Callable[..., TransferPlan] = build_plan,
-    ) -> None:
-        self.group, self.device = group, device
-        self.plan = build_plan(
-            hf,
-            layout,
-            params_dtype,
-            rollout_shards,
-            group.size(),
-            bucket_bytes=bucket_bytes,
-            ranks_per_node=ranks_per_node,
-        )
-        self.transfer = WeightTransfer(self.plan, group, device)
-        mine = {name: shard.ranges for name, shard in rollout_shards.get(group.rank(), {}).items()}
-        self.check = WeightsCheck(self.plan, mine, group)
+    def __init__(self, plan: TransferPlan, shards: RankShards, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.plan, self.group, self.device, self.rank = plan, group, device, group.rank()
+        self.rounds = rank_rounds(plan, self.rank)
+        self.sums_N = torch.zeros(len(plan.num_destinations_N), dtype=torch.int64, device=device)
+        self.check = WeightsCheck(plan, shards, group)
         self._has_run = False
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes of buffers that are in memory at the same time."""
+        sizes = [(sum(round_.sent_bytes), sum(round_.received_bytes)) for round_ in self.rounds] + [(0, 0)]
+        return max(
+            received + following_sent + max(sent, following_received)
+            for (sent, received), (following_sent, following_received) in pairwise(sizes)
+        )
 
     @torch.no_grad()
     def run(self, params: Mapping[str, Tensor], rollout: BaseRollout | None, version: int) -> None:
@@ -77,80 +68,68 @@ class WeightSync:
             params: this rank's training tensors under the training engine's names, empty where nothing is trained.
             rollout: this rank's engine with its weights awake, None where there is none.
         """
-        updates = self.transfer.updates(TrainedWeights(params, self.plan, self.group, self.device))
+        values_of = partial(trained_values, params, agreed_scales(params, self.plan, self.group, self.device))
+        self.sums_N.zero_()
         found = None
         if rollout is None:
-            assert not list(updates), "updates for a rank without an engine"
+            self._run_rounds(values_of, None)
         else:
-            found = rollout.update_weight_shards(updates, version)
-            if not self._has_run:
-                found = rollout.shard_digests()
-        self.check.require_equal(self.transfer.sums_N, found)
+            with rollout.update_weight_shards(version) as writer:
+                self._run_rounds(values_of, writer)
+            found = writer.digests if self._has_run else rollout.shard_digests()
+        self.check.require_equal(self.sums_N, found)
         self._has_run = True
 
+    def _run_rounds(self, values_of: ValuesOf, writer: ShardWriter | None) -> None:
+        """Write everything that this rank's engine owns; a rank without an engine owns nothing."""
+        work: dist.Work | None = None
+        arriving = torch.empty(0, dtype=torch.uint8, device=self.device)
+        for round_, following in zip((None, *self.rounds), (*self.rounds, None), strict=True):
+            packed = None if following is None else self._pack(following, values_of)
+            if work is not None:
+                work.wait()
+            work, sent = None, packed  # the memory of what has been sent is free from here on
+            del packed
+            arrived = arriving
+            if following is not None and sent is not None:
+                arriving = torch.empty(sum(following.received_bytes), dtype=torch.uint8, device=self.device)
+                sizes = following.received_bytes, following.sent_bytes
+                work = dist.all_to_all_single(arriving, sent, *sizes, group=self.group, async_op=True)
+            if round_ is not None and writer is not None:
+                self._write(round_, arrived, values_of, writer)
+            del arrived
 
-class WeightsCheck:
-    """Compares the digests of a group's rollout engines with those of its trainers.
+    def _pack(self, round_: Round, values_of: ValuesOf) -> Tensor:
+        """uint8 [bytes to all ranks]; values that go to several ranks are read from the weights once."""
+        bucket = torch.empty(sum(round_.sent_bytes), dtype=torch.uint8, device=self.device)
+        first: dict[int, Tensor] = {}
+        for transfer, offset in round_.sent:
+            target = _part(bucket, transfer, offset)
+            earlier = first.setdefault(id(transfer), target)
+            if earlier is not target:
+                target.copy_(earlier)
+                continue
+            # A rank that also keeps the values adds their digest when it writes these.
+            total = None if self.rank in transfer.pairs.destinations_D else self._total(transfer)
+            starts, dtype = tuple(start for start, _ in transfer.ranges), self.plan.rollout_dtypes[transfer.hf_name]
+            copy_with_digests(
+                transfer.hf_name, target, values_of(transfer), starts, of_values=total, of_values_dtype=dtype
+            )
+        return bucket
 
-    A rank adds both up to one number, so that a successful sync has one all-reduce of two numbers:
+    def _write(self, round_: Round, bucket: Tensor, values_of: ValuesOf, writer: ShardWriter) -> None:
+        for transfer in round_.local:
+            writer.write(transfer.hf_name, transfer.ranges, values_of(transfer), self._total(transfer))
+        for transfer, offset in round_.received:
+            writer.write(transfer.hf_name, transfer.ranges, _part(bucket, transfer, offset))
 
-        sum_n w_n (sum_destinations found_n - num_destinations_n sum_ranks trained_n)  mod 2^64
+    def _total(self, transfer: Transfer) -> Tensor | None:
+        """The sum to which this rank adds the digest of the values; None where another source does."""
+        return self.sums_N[transfer.rollout_shard] if transfer.digest_rank == self.rank else None
 
-    over the N distinct shards. The w are fixed pseudo-random odd numbers: the sum is never zero with one wrong digest,
-    and with several wrong ones it is zero with a probability of at most 2^-49. Only a sum that is not zero makes the
-    ranks look for the shards that are wrong.
 
-    Args:
-        shards: the ranges of this rank's M rollout shards by name, empty where there is no engine.
-    """
-
-    def __init__(self, plan: TransferPlan, shards: dict[str, Ranges], group: dist.ProcessGroup) -> None:
-        self._group = group
-        self._index = {name: plan.shard_index[name, ranges] for name, ranges in shards.items()}
-        self._forms = {name: (shape_of(ranges), plan.rollout_dtypes[name]) for name, ranges in shards.items()}
-        weights_N = odd_numbers(_SALT, len(plan.shard_index), torch.device("cpu"))
-        self._weights_M = weights_N[torch.tensor(list(self._index.values()), dtype=torch.int64)]
-        self._weights_N = weights_N * torch.from_numpy(plan.num_destinations_N)
-
-    def require_equal(self, trained_N: Tensor, found: dict[str, WeightDigest] | None) -> None:
-        """RuntimeError, on every rank of the group, naming the weights in a rank's rollout engine that are not the
-        trainer's.
-
-        Args:
-            trained_N: `WeightTransfer.sums_N` of this rank.
-            found: digests of this rank's rollout engine, None where there is no engine.
-        """
-        found = found or {}
-        is_wrong = {name: (digest.shape, digest.dtype) for name, digest in found.items()} != self._forms
-        mine = -(trained_N.cpu() * self._weights_N).sum()
-        if not is_wrong:
-            values = np.array([found[name].value for name in self._forms], dtype=np.uint64).view(np.int64)
-            mine += (torch.from_numpy(values) * self._weights_M).sum()
-        both = torch.stack((mine, torch.tensor(int(is_wrong))))
-        if any(self._sum_over_ranks(both, trained_N.device)):
-            self._raise_differences(trained_N, found)
-
-    def _sum_over_ranks(self, mine_N: Tensor, device: torch.device) -> list[int]:
-        """Sums mod 2^64 of what every rank has on its host, int64 [N].
-
-        They travel in four int32 of 16 bits each: not every device's collectives add 64-bit numbers.
-        """
-        assert self._group.size() <= MAX_RANKS, self._group.size()
-        quarters_N4 = mine_N.numpy().view(np.uint16).astype(np.int32).reshape(-1, 4)
-        sums_N4 = torch.from_numpy(quarters_N4).to(device)
-        dist.all_reduce(sums_N4, group=self._group)
-        return [sum(quarter << 16 * place for place, quarter in enumerate(row)) % 2**64 for row in sums_N4.tolist()]
-
-    def _raise_differences(self, trained_N: Tensor, found: dict[str, WeightDigest]) -> NoReturn:
-        values = self._sum_over_ranks(trained_N.cpu(), trained_N.device)
-        expected = {name: WeightDigest(*form, values[self._index[name]]) for name, form in self._forms.items()}
-        mine = differences(expected, found)
-        by_rank: list[tuple[int, list[str]]] = [(0, [])] * self._group.size()
-        dist.all_gather_object(by_rank, (len(mine), mine[:_SHOWN]), group=self._group)
-        wrong = [(rank, count, shown) for rank, (count, shown) in enumerate(by_rank) if count]
-        rank, count, shown = wrong[0]
-        lines = [*shown, *([f"and {count - _SHOWN} more"] if count > _SHOWN else [])]
-        raise RuntimeError(
-            f"{count} weights of rank {rank}'s rollout engine differ from the trainer's after the sync (ranks with "
-            f"differences: {', '.join(str(r) for r, _, _ in wrong)}):\n" + "\n".join(f"  - {line}" for line in lines)
-        )
+def _part(bucket: Tensor, transfer: Transfer, offset: int) -> Tensor:
+    """The values of a transfer in the shape of its ranges, in the order of the trainer's memory."""
+    shape = shape_of(transfer.ranges)
+    stride = (1, shape[0]) if inner_dim(transfer.hf_name) == 0 else (*shape[1:], 1)
+    return bucket.view(transfer.dtype).as_strided(shape, stride, offset // transfer.dtype.itemsize)

@@ -9,21 +9,20 @@ from torch import Tensor
 
 from vllm.distributed.parallel_state import ParallelState
 from vllm.model_executor.model_loader.digest import WeightDigest
-from vllm.model_executor.model_loader.weight_view import Shard, WeightView
+from vllm.model_executor.model_loader.weight_view import WeightView
 
 
 @torch.no_grad()
 def collect_digests(
-    views: dict[str, WeightView], parallel: ParallelState, dtype: torch.dtype, device: torch.device
+    views: dict[str, WeightView], parallel: ParallelState, device: torch.device
 ) -> dict[str, WeightDigest]:
     """Hugging Face name -> digest of every tensor of the model. Collective over TP and EP.
 
     A rank counts its own copy of a shard that several ranks own, so a wrong copy shows on the rank that has it.
-    dtype: the dtype of weights that only other ranks own.
     """
-    shards = dict(item for name, view in views.items() for item in view.counted_shards(name, dtype))
+    shards = dict(item for name, view in views.items() for item in view.counted_shards(name))
     mine_N3 = _rows_of(shards, device)
-    is_elsewhere_N = torch.tensor([float(shard.values is None) for shard in shards.values()], device=device)
+    is_elsewhere_N = torch.tensor([float(shard.parameter is None) for shard in shards.values()], device=device)
     values_N, counts_N = _sum_over_tp(parallel.tp.all_gather(mine_N3), parallel.tp.rank_in_group)
     parallel.ep.all_reduce(is_elsewhere_N)
     # Whole experts, each on one rank of EP; a rank's zero adds nothing.
@@ -47,7 +46,7 @@ def shard_digests(views: dict[str, WeightView]) -> dict[str, WeightDigest]:
     return named_digests(shards, torch.stack([shard.digest(name) for name, shard in shards.items()]))
 
 
-def named_digests(shards: Mapping[str, Shard], digests_N: Tensor) -> dict[str, WeightDigest]:
+def named_digests(shards: Mapping[str, WeightView], digests_N: Tensor) -> dict[str, WeightDigest]:
     """Hugging Face name -> shape, dtype and digest of the shard."""
     return {
         name: WeightDigest(shard.shape, shard.dtype, value % 2**64)
@@ -55,7 +54,7 @@ def named_digests(shards: Mapping[str, Shard], digests_N: Tensor) -> dict[str, W
     }
 
 
-def _rows_of(shards: Mapping[str, Shard], device: torch.device) -> Tensor:
+def _rows_of(shards: Mapping[str, WeightView], device: torch.device) -> Tensor:
     """int64 [N, 3]: digest, index of the first element in the flattened tensor (-1 for none), number of elements."""
     digests, places = [], []
     for name, shard in shards.items():

@@ -8,27 +8,33 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_formats.fp8 import Fp8Weight, Sliceable, check_scale_shape, dequantize
-from hf_formats.ranges import Ranges, shape_of
+from hf_formats.ranges import Ranges, index_of, shape_of
 from hf_formats.stored_extras import is_derived_buffer
 from vllm.model_executor.model_loader.digest import slice_digest
 from vllm.ops.weights import PackedMatrix, PackedWeight
 from vllm.ops.weights import Weight as HeldWeight
 
+_LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.")
 
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """hf_tensor[ranges] of a tensor of `hf_shape`, stored in `dtype`.
+Weight: TypeAlias = Sliceable | Fp8Weight
+"""A full tensor that arrives or lies in a file: in a floating dtype, or in FP8 with its scales."""
 
-    values: its memory on this rank; None where only the plan is needed, and for a tensor that other ranks own.
+
+@dataclass(frozen=True)
+class WeightView:
+    """hf_tensor[ranges] of a tensor of `hf_shape`, stored in `dtype` as ``parameter[local]``, or as a packed matrix.
+
+    parameter: None where only the plan is needed, and for a tensor that other ranks own, whose ranges are empty.
     """
 
     hf_shape: tuple[int, ...]
     ranges: Ranges
     dtype: torch.dtype
-    values: Tensor | PackedMatrix | None = field(default=None, compare=False)
+    parameter: Tensor | PackedMatrix | None = field(default=None, compare=False)
+    local: tuple[int | slice, ...] = field(default=(slice(None),), compare=False)
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -39,27 +45,20 @@ class Shard:
     def shape(self) -> tuple[int, ...]:
         return shape_of(self.ranges)
 
+    @property
+    def memory(self) -> Tensor | PackedMatrix:
+        """Where the values lie, in the shape of the ranges."""
+        assert self.parameter is not None, "a view without memory"
+        return self.parameter if isinstance(self.parameter, PackedMatrix) else self.parameter.data[self.local]
+
+    def read(self) -> Tensor:
+        """The values: their memory, or a copy of a packed matrix."""
+        memory = self.memory
+        return memory.read() if isinstance(memory, PackedMatrix) else memory
+
     def digest(self, hf_name: str) -> Tensor:
         """An int64 scalar, see `slice_digest`."""
-        assert self.values is not None, hf_name
-        values = self.values.read() if isinstance(self.values, PackedMatrix) else self.values
-        return slice_digest(hf_name, values, self.starts)
-
-
-_LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.")
-
-Weight: TypeAlias = Sliceable | Fp8Weight
-"""A full tensor that arrives or lies in a file: in a floating dtype, or in FP8 with its scales."""
-
-
-@dataclass(frozen=True)
-class WeightView:
-    """parameter[local] = hf_tensor[source]; `parameter` is None when other ranks own the whole tensor."""
-
-    hf_shape: tuple[int, ...]
-    parameter: nn.Parameter | None = None
-    local: tuple[int | slice, ...] = ()
-    source: tuple[slice, ...] = ()
+        return slice_digest(hf_name, self.read(), self.starts)
 
     def load(self, name: str, weight: Weight) -> None:
         """Copy this rank's shard, converting dtype and device; ValueError when the full tensor has another shape."""
@@ -79,39 +78,52 @@ class WeightView:
             self.store(name, weight)
 
     def store(self, name: str, weight: Weight) -> None:
-        """`load` after its checks."""
-        assert self.parameter is not None, name
-        self.parameter.data[self.local].copy_(self.part(name, weight, self.parameter.dtype))
-
-    def part(self, name: str, weight: Weight, dtype: torch.dtype) -> Tensor:
-        """This rank's part of a full tensor; an FP8 weight is dequantised to `dtype`."""
+        """`load` after its checks; an FP8 weight is dequantised."""
+        memory = self.memory
         if isinstance(weight, Fp8Weight):
-            return dequantize(weight.cut(name, *self.ranges()), dtype)
-        return weight[self.source]
+            values = dequantize(weight.cut(name, *self.ranges), self.dtype)
+        else:
+            values = weight[index_of(self.ranges)]
+        if isinstance(memory, PackedMatrix):
+            memory.write(values.to(memory.device, memory.dtype))
+        else:
+            memory.copy_(values)
 
-    def shards(self, name: str) -> Iterator[tuple[str, Shard]]:
-        """(Hugging Face name, shard) of everything that this rank owns of the weight."""
+    def shards(self, name: str) -> Iterator[tuple[str, WeightView]]:
+        """(Hugging Face name, view) of everything that this rank owns of the weight."""
         if self.parameter is not None:
-            part = self.parameter.data[self.local]
-            yield name, Shard(self.hf_shape, self.ranges(), part.dtype, part)
+            yield name, self
 
-    def counted_shards(self, name: str, dtype: torch.dtype) -> Iterator[tuple[str, Shard]]:
-        """`shards` without the elements that another rank counts; for a tensor of other ranks an empty shard in
-        `dtype`.
-        """
-        yield from self.shards(name)
-        if self.parameter is None:
-            yield name, empty_shard(self.hf_shape, dtype)
-
-    def ranges(self) -> Ranges:
-        """[start, stop) of this rank's shard in each dimension of the Hugging Face tensor."""
-        source = (*self.source, *[slice(None)] * (len(self.hf_shape) - len(self.source)))
-        return tuple(part.indices(size)[:2] for part, size in zip(source, self.hf_shape, strict=True))
+    def counted_shards(self, name: str) -> Iterator[tuple[str, WeightView]]:
+        """`shards` without the elements that another rank counts; for a tensor of other ranks an empty view."""
+        yield name, self
 
 
-def empty_shard(hf_shape: tuple[int, ...], dtype: torch.dtype) -> Shard:
-    """The shard of a tensor of which this rank owns no element."""
-    return Shard(hf_shape, ((0, 0),) * len(hf_shape), dtype)
+def whole_view(parameter: Tensor) -> WeightView:
+    """The view of a tensor that every rank owns."""
+    shape = tuple(parameter.shape)
+    return WeightView(shape, tuple((0, size) for size in shape), parameter.dtype, parameter)
+
+
+def empty_view(hf_shape: tuple[int, ...], dtype: torch.dtype) -> WeightView:
+    """The view of a tensor of which this rank owns no element."""
+    return WeightView(hf_shape, ((0, 0),) * len(hf_shape), dtype)
+
+
+def view_of(
+    weight: HeldWeight,
+    hf_shape: tuple[int, ...],
+    source: tuple[slice, ...],
+    part: int,
+    rows: slice,
+    expert: int | None = None,
+) -> WeightView:
+    """The view of hf_tensor[source] in a weight: its part number `part`, which is `rows` of it, of `expert` if any."""
+    slices = (*source, *[slice(None)] * (len(hf_shape) - len(source)))
+    ranges = tuple(part.indices(size)[:2] for part, size in zip(slices, hf_shape, strict=True))
+    if isinstance(weight, PackedWeight):
+        return WeightView(hf_shape, ranges, weight.dtype, weight.matrix(expert or 0, part))
+    return WeightView(hf_shape, ranges, weight.dtype, weight, (rows,) if expert is None else (expert, rows))
 
 
 def is_skipped(name: str, num_layers: int) -> bool:
@@ -137,33 +149,3 @@ def load_weights(views: dict[str, WeightView], num_layers: int, weights: Iterabl
         view.load(name, weight)
         loaded.add(name)
     return loaded
-
-
-@dataclass(frozen=True)
-class PackedWeightView(WeightView):
-    """`matrix` is hf_tensor[source]; `parameter` is the memory of the packed weight that it belongs to."""
-
-    matrix: PackedMatrix | None = None
-
-    def store(self, name: str, weight: Weight) -> None:
-        assert self.matrix is not None, name
-        values = self.part(name, weight, self.matrix.dtype)
-        self.matrix.write(values.to(self.matrix.device, self.matrix.dtype))
-
-    def shards(self, name: str) -> Iterator[tuple[str, Shard]]:
-        assert self.matrix is not None, name
-        yield name, Shard(self.hf_shape, self.ranges(), self.matrix.dtype, self.matrix)
-
-
-def view_of(
-    weight: HeldWeight,
-    hf_shape: tuple[int, ...],
-    source: tuple[slice, ...],
-    part: int,
-    rows: slice,
-    expert: int | None = None,
-) -> WeightView:
-    """The view of hf_tensor[source] in a weight: its part number `part`, which is `rows` of it, of `expert` if any."""
-    if isinstance(weight, PackedWeight):
-        return PackedWeightView(hf_shape, weight.memory, source=source, matrix=weight.matrix(expert or 0, part))
-    return WeightView(hf_shape, weight, (rows,) if expert is None else (expert, rows), source)

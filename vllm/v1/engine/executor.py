@@ -19,7 +19,7 @@ class Model:
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """See `LLM.load_weights`."""
-        return self.core.idle_worker("load_weights").load_weights(weights)
+        return self.core.idle_worker("load_weights").weights.load(weights)
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ class LLMEngine:
             core.scheduler,
             core.parallel,
             core.device,
-            lambda: core.worker.kv_caches,
+            lambda: core.worker.cache.caches,
             self.processor.watch_stop_strings,
         )
         self._streams: dict[str, OutputStream] = {}  # of unfinished requests

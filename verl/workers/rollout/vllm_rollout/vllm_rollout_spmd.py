@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import fields
 from typing import Any
 
@@ -18,7 +18,7 @@ from vllm import LLM, CompletionOutput, RequestOutput, SamplingParams, TokensPro
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.digest import WeightDigest
 from vllm.model_executor.model_loader.rank_shards import RankShards, engine_shards
-from vllm.model_executor.model_loader.shard_writer import WeightUpdate
+from vllm.model_executor.model_loader.shard_writer import ShardWriter
 from vllm.ops.contract import RolloutOps
 from vllm.platforms import Platform
 from vllm.sampling_params import RequestOutputKind
@@ -55,8 +55,8 @@ class vLLMRollout(BaseRollout):
     def rank_shards(self, rank: int) -> RankShards:
         return self.inference_engine.rank_shards(rank)
 
-    def update_weight_shards(self, updates: Iterable[WeightUpdate], version: int) -> dict[str, WeightDigest]:
-        return self.inference_engine.update_weight_shards(updates, version)
+    def update_weight_shards(self, version: int) -> AbstractContextManager[ShardWriter]:
+        return self.inference_engine.update_weight_shards(version)
 
     def shard_digests(self) -> dict[str, WeightDigest]:
         return self.inference_engine.shard_digests()
