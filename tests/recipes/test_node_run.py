@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from recipes.common.launcher.job import Job, resolve_config
-from recipes.common.launcher.node_run import NodeRun
-from recipes.common.launcher.processes import RunFailed
-from recipes.common.launcher.settings import find_role, read_settings
-from recipes.common.launcher.stages import Stage, closing_stages
 from recipes.common.recipe import load_recipe
+from tools.launch.job import Job, resolve_config
+from tools.launch.node_run import NodeRun
+from tools.launch.processes import RunFailed
+from tools.launch.settings import find_role, read_settings
+from tools.launch.stages import Stage, closing_stages
 
 
 def _job(output_dir: Path, recipe: str = "r1_zero") -> Job:

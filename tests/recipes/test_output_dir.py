@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from recipes.common.atomic_files import write_text_atomically
-from recipes.common.launcher import output_dir
+from tools.launch import output_dir
 
 
 def _session(folder: Path) -> Path:

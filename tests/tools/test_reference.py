@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.reference.__main__ import EXIT_DIFFERENT, PAGE, main, problems
-from tools.reference.parameters import FREE_SECTIONS, REFERENCE_ENGINE, Parameter, attributes, sections
+from tools.workshop.reference.__main__ import EXIT_DIFFERENT, PAGE, main, problems
+from tools.workshop.reference.parameters import FREE_SECTIONS, REFERENCE_ENGINE, Parameter, attributes, sections
 from verl.trainer.config.load import known_keys
 
 
