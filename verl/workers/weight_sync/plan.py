@@ -300,7 +300,7 @@ def _in_rounds(transfers: list[Transfer], num_ranks: int, limit: int) -> tuple[t
     for index in np.argsort(progress, kind="stable").tolist():
         t = transfers[index]
         number = rounds.assign(t.pairs, sizes[index])
-        assigned.append(Transfer(*t[:-1], round=number))
+        assigned.append(t._replace(round=number))
     return tuple(assigned), rounds.num_rounds
 
 

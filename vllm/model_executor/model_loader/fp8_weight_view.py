@@ -4,85 +4,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
-from hf_formats.fp8 import (
-    BLOCK,
-    FP8_DTYPE,
-    SCALE_SUFFIX,
-    Fp8Weight,
-    is_quantized,
-    num_blocks,
-    quantize,
-    touched,
-)
-from hf_formats.ranges import relative
-from vllm.model_executor.model_loader.weight_view import Weight, WeightView, empty_view
+from hf_formats.fp8 import BLOCK, FP8_DTYPE, SCALE_SUFFIX, Fp8Weight, is_quantized, touched
+from vllm.model_executor.model_loader.weight_view import Weight, WeightView
 from vllm.ops.contract import RolloutOps
 from vllm.ops.weights import BlockScales, PackedWeight, WeightCopies, block_scales_of
 
 MAX_UNPAIRED_BYTES = 4 << 30
 
 
-@dataclass(frozen=True)
-class Fp8WeightView(WeightView):
-    """parameter[local] holds e4m3 values and `scales` [SR, SC] the scales of the blocks of the Hugging Face tensor that
-    the shard touches, so that every layout holds the same values.
-    """
-
-    scales: Tensor | None = None
-
-    def store(self, name: str, weight: Weight) -> None:
-        """Copy an FP8 weight as it is, or quantise another one: only the blocks that the shard touches."""
-        memory = self.memory
-        assert isinstance(memory, Tensor) and self.scales is not None, name
-        (r0, r1), (c0, c1) = self.ranges
-        (br0, br1), (bc0, bc1) = touched(r0, r1), touched(c0, c1)
-        if isinstance(weight, Fp8Weight):
-            values, scales, _ = weight.cut(name, (r0, r1), (c0, c1))
-        else:
-            try:
-                blocks = quantize(weight[br0 * BLOCK : br1 * BLOCK, bc0 * BLOCK : bc1 * BLOCK])
-            except ValueError as error:
-                raise ValueError(f"weight {name}: {error}") from error
-            first_row, first_column = r0 - br0 * BLOCK, c0 - bc0 * BLOCK
-            values = blocks.weight_OI[first_row : first_row + r1 - r0, first_column : first_column + c1 - c0]
-            scales = blocks.scale_inv
-        memory.copy_(values)
-        self.scales.copy_(scales)
-
-    def shards(self, name: str) -> Iterator[tuple[str, WeightView]]:
-        """The values and, under the checkpoint's name for them, the scales of all blocks that the values touch."""
-        if self.scales is not None:
-            blocks = tuple(touched(start, stop) for start, stop in self.ranges)
-            yield name, WeightView(self.hf_shape, self.ranges, FP8_DTYPE, self.parameter, self.local)
-            yield name + SCALE_SUFFIX, WeightView(self._scale_shape, blocks, torch.float32, self.scales)
-
-    def counted_shards(self, name: str) -> Iterator[tuple[str, WeightView]]:
-        """A scale counts on the rank that owns the first element of its block."""
-        yield name, self
-        if self.scales is None:
-            yield name + SCALE_SUFFIX, empty_view(self._scale_shape, torch.float32)
-            return
-        own = tuple((num_blocks(start), num_blocks(stop)) for start, stop in self.ranges)
-        blocks = tuple(touched(start, stop) for start, stop in self.ranges)
-        yield name + SCALE_SUFFIX, WeightView(self._scale_shape, own, torch.float32, self.scales, relative(own, blocks))
-
-    @property
-    def _scale_shape(self) -> tuple[int, ...]:
-        return tuple(map(num_blocks, self.hf_shape))
-
-
 def hold_in_fp8(views: dict[str, WeightView]) -> dict[str, WeightView]:
     """Give the parameters of all quantised weights FP8 storage with scales; return the views of all weights."""
-    result = {
-        name: Fp8WeightView(view.hf_shape, view.ranges, FP8_DTYPE) if is_quantized(name) else view
-        for name, view in views.items()
-    }
+    result = {name: replace(view, dtype=FP8_DTYPE) if is_quantized(name) else view for name, view in views.items()}
     names_of_parameter: dict[int, list[str]] = {}
     for name, view in views.items():
         if view.parameter is not None:
@@ -170,7 +108,7 @@ def _convert(views: dict[str, WeightView]) -> dict[str, WeightView]:
         r0, r1 = view.ranges[0]
         own = scale_inv[view.local[0]] if parameter.dim() == 3 else scale_inv
         own = own[first_block[start] : first_block[start] + len(range(*touched(r0, r1)))]
-        converted[name] = Fp8WeightView(view.hf_shape, view.ranges, FP8_DTYPE, parameter, view.local, own)
+        converted[name] = replace(view, dtype=FP8_DTYPE, scales=own)
     return converted
 
 

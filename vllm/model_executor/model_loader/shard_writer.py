@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_formats.finite import FiniteCheck
+from hf_formats.finite import note_finite, require_noted
 from hf_formats.fp8 import FP8_DTYPE
 from hf_formats.ranges import Ranges, relative, shape_of
 from vllm.model_executor.model_loader.collect_digests import named_digests
@@ -30,7 +30,7 @@ class ShardWriter:
     def __init__(self, views: dict[str, WeightView]) -> None:
         self._shards = dict(item for name, view in views.items() for item in view.shards(name))
         self._written: dict[str, list[Ranges]] = {name: [] for name in self._shards}
-        self._finite = FiniteCheck()
+        self._are_finite: list[tuple[str, Tensor]] = []
         self._assembling: dict[str, Tensor] = {}  # packed matrices of which some elements were written
         device = next((shard.memory.device for shard in self._shards.values()), None)
         self._digests_N = torch.zeros(len(self._shards), dtype=torch.int64, device=device)
@@ -49,7 +49,7 @@ class ShardWriter:
         shard = self._shards.get(hf_name)
         if shard is None:
             raise ValueError(f"weight {hf_name} is unknown to this model, or owned by other ranks only")
-        self._finite.add(hf_name, values)
+        note_finite(self._are_finite, hf_name, values)
         matrix = memory = shard.memory
         if isinstance(memory, PackedMatrix):
             if hf_name not in self._assembling:
@@ -74,7 +74,7 @@ class ShardWriter:
         if missing:
             more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
             raise ValueError(f"{len(missing)} weights were not updated: {', '.join(missing[:_SHOWN])}{more}")
-        self._finite.require("the update")
+        require_noted(self._are_finite, "the update")
         self.digests = named_digests(self._shards, self._digests_N)
 
     def _num_written(self, name: str) -> int:

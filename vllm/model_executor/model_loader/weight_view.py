@@ -10,8 +10,19 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from hf_formats.fp8 import Fp8Weight, Sliceable, check_scale_shape, dequantize
-from hf_formats.ranges import Ranges, index_of, shape_of
+from hf_formats.fp8 import (
+    BLOCK,
+    FP8_DTYPE,
+    SCALE_SUFFIX,
+    Fp8Weight,
+    Sliceable,
+    check_scale_shape,
+    dequantize,
+    num_blocks,
+    quantize,
+    touched,
+)
+from hf_formats.ranges import Ranges, index_of, relative, shape_of
 from hf_formats.stored_extras import is_derived_buffer
 from vllm.model_executor.model_loader.digest import slice_digest
 from vllm.ops.weights import PackedMatrix, PackedWeight
@@ -28,6 +39,8 @@ class WeightView:
     """hf_tensor[ranges] of a tensor of `hf_shape`, stored in `dtype` as ``parameter[local]``, or as a packed matrix.
 
     parameter: None where only the plan is needed, and for a tensor that other ranks own, whose ranges are empty.
+    scales: fp32 [SR, SC] of an e4m3 weight: those of the blocks of the Hugging Face tensor that the ranges touch, so
+        that every layout holds the same values.
     """
 
     hf_shape: tuple[int, ...]
@@ -35,6 +48,7 @@ class WeightView:
     dtype: torch.dtype
     parameter: Tensor | PackedMatrix | None = field(default=None, compare=False)
     local: tuple[int | slice, ...] = field(default=(slice(None),), compare=False)
+    scales: Tensor | None = field(default=None, compare=False)
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -78,9 +92,12 @@ class WeightView:
             self.store(name, weight)
 
     def store(self, name: str, weight: Weight) -> None:
-        """`load` after its checks; an FP8 weight is dequantised."""
+        """`load` after its checks, quantised or dequantised where only one of both is in FP8."""
         memory = self.memory
-        if isinstance(weight, Fp8Weight):
+        if self.scales is not None:
+            values, scales = _fp8_part(name, weight, self.ranges)
+            self.scales.copy_(scales)
+        elif isinstance(weight, Fp8Weight):
             values = dequantize(weight.cut(name, *self.ranges), self.dtype)
         else:
             values = weight[index_of(self.ranges)]
@@ -90,13 +107,47 @@ class WeightView:
             memory.copy_(values)
 
     def shards(self, name: str) -> Iterator[tuple[str, WeightView]]:
-        """(Hugging Face name, view) of everything that this rank owns of the weight."""
+        """(Hugging Face name, view) of everything that this rank owns of the weight: an e4m3 weight is followed, under
+        the checkpoint's name for them, by the scales of all blocks that its values touch.
+        """
         if self.parameter is not None:
             yield name, self
+        if self.scales is not None:
+            blocks = tuple(touched(start, stop) for start, stop in self.ranges)
+            yield name + SCALE_SUFFIX, WeightView(self._scale_shape, blocks, torch.float32, self.scales)
 
     def counted_shards(self, name: str) -> Iterator[tuple[str, WeightView]]:
-        """`shards` without the elements that another rank counts; for a tensor of other ranks an empty view."""
+        """`shards` without the elements that another rank counts; for a tensor of other ranks an empty view.
+
+        A scale counts on the rank that owns the first element of its block.
+        """
         yield name, self
+        if self.scales is not None:
+            own = tuple((num_blocks(start), num_blocks(stop)) for start, stop in self.ranges)
+            local = relative(own, tuple(touched(start, stop) for start, stop in self.ranges))
+            yield name + SCALE_SUFFIX, WeightView(self._scale_shape, own, torch.float32, self.scales, local)
+        elif self.dtype == FP8_DTYPE:
+            yield name + SCALE_SUFFIX, empty_view(self._scale_shape, torch.float32)
+
+    @property
+    def _scale_shape(self) -> tuple[int, ...]:
+        return tuple(map(num_blocks, self.hf_shape))
+
+
+def _fp8_part(name: str, weight: Weight, ranges: Ranges) -> tuple[Tensor, Tensor]:
+    """e4m3 values and scales of a part; of a weight that is not in FP8 the blocks of this part are quantised."""
+    (r0, r1), (c0, c1) = ranges
+    if isinstance(weight, Fp8Weight):
+        values, scales, _ = weight.cut(name, (r0, r1), (c0, c1))
+        return values, scales
+    (br0, br1), (bc0, bc1) = touched(r0, r1), touched(c0, c1)
+    try:
+        blocks = quantize(weight[br0 * BLOCK : br1 * BLOCK, bc0 * BLOCK : bc1 * BLOCK])
+    except ValueError as error:
+        raise ValueError(f"weight {name}: {error}") from error
+    first_row, first_column = r0 - br0 * BLOCK, c0 - bc0 * BLOCK
+    part = blocks.weight_OI[first_row : first_row + r1 - r0, first_column : first_column + c1 - c0]
+    return part, blocks.scale_inv
 
 
 def whole_view(parameter: Tensor) -> WeightView:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_formats.cores import usable_cores
-from hf_formats.finite import FiniteCheck
+from hf_formats.finite import note_finite, require_noted
 from hf_formats.fp8 import SCALE_SUFFIX
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import ParallelState
@@ -175,15 +175,15 @@ class WeightMemory:
         return shard_digests(self.model.weight_views)
 
     def _load(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        check = FiniteCheck()
+        are_finite: list[tuple[str, Tensor]] = []
 
         def checked() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in weights:
-                check.add(name, tensor)
+                note_finite(are_finite, name, tensor)
                 yield name, tensor
 
         loaded = self.model.load_weights(self._fp8_pairs.joined(checked()))
-        check.require("the update")
+        require_noted(are_finite, "the update")
         self.names_to_load -= loaded
         return loaded
 
