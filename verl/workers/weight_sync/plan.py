@@ -58,8 +58,7 @@ class TransferPlan:
     first_shards: Mapping[str, int]
     shard_tables: Mapping[str, Mapping[Ranges, int]]
     num_destinations_N: np.ndarray  # int64 [shards of the rollout ranks], ranks that own each
-    hf_shapes: Mapping[str, tuple[int, ...]]
-    rollout_dtypes: Mapping[str, torch.dtype]
+    tensors: RankShards  # a shard of each, for its shape and its dtype in the rollout engines
     num_rounds: int
     num_ranks: int
 
@@ -78,7 +77,7 @@ class TransferPlan:
             pairs = transfer.pairs
             sent[pairs.senders_S] += pairs.copies_S * transfer.num_bytes
             received[pairs.receivers_R] += transfer.num_bytes
-            size = transfer.num_bytes // transfer.dtype.itemsize * self.rollout_dtypes[transfer.hf_name].itemsize
+            size = transfer.num_bytes // transfer.dtype.itemsize * self.tensors[transfer.hf_name].dtype.itemsize
             held[pairs.destinations_D] += size
             if transfer.shard.is_expert:
                 expert_received[pairs.receivers_R] += transfer.num_bytes
@@ -117,14 +116,13 @@ def build_plan(
     trained, joins = model_shards(hf, layout), _Joins()
     problems: list[str] = []
     first_shards, shard_tables, num_destinations_N = _numbered(destinations)
-    every = {name: shard for shards in _distinct(rollout_shards).values() for name, shard in shards.items()}
-    rollout_dtypes = {name: shard.dtype for name, shard in every.items()}
+    tensors = {name: shard for shards in _distinct(rollout_shards).values() for name, shard in shards.items()}
     selector, cuts = SourceSelector(ranks_per_node), _Cuts(bucket_bytes // 2)
     transfers: list[Transfer] = []
     quantised: list[tuple[Shard, tuple[int, ...]]] = []
     owners_of: dict[tuple[int, bool, bool], tuple[int, ...]] = {}
     for name, ranks_of_ranges in destinations.items():
-        dtype, first = _wire_dtype(name, params_dtype, rollout_dtypes[name]), first_shards[name]
+        dtype, first = _wire_dtype(name, params_dtype, tensors[name].dtype), first_shards[name]
         shards = trained.get(name.removesuffix(SCALE_SUFFIX), ())
         num_trained = [0] * len(ranks_of_ranges)  # elements
         for shard in shards:
@@ -132,7 +130,7 @@ def build_plan(
             if kind not in owners_of:
                 owners_of[kind] = tuple(owner_ranks(hf, layout, shard))
             source_ranks = owners_of[kind]
-            if rollout_dtypes[name] == FP8_DTYPE:
+            if dtype == FP8_DTYPE:
                 quantised.append((shard, source_ranks))
             for number, common, ranks in joins.of(_ranges(name, shard), ranks_of_ranges):
                 num_trained[number] += math.prod(shape_of(common))
@@ -148,18 +146,8 @@ def build_plan(
         ]
     raise_problems("the weight sync", problems, "Check that both engines were given the same model.")
     assigned, num_rounds = _in_rounds(transfers, num_ranks, bucket_bytes // 2)
-    hf_shapes = {name: shard.hf_shape for name, shard in every.items()}
-    return TransferPlan(
-        assigned,
-        tuple(quantised),
-        first_shards,
-        shard_tables,
-        num_destinations_N,
-        hf_shapes,
-        rollout_dtypes,
-        num_rounds,
-        num_ranks,
-    )
+    numbering = first_shards, shard_tables, num_destinations_N
+    return TransferPlan(assigned, tuple(quantised), *numbering, tensors, num_rounds, num_ranks)
 
 
 _Destinations: TypeAlias = Mapping[Ranges, tuple[int, ...]]  # distinct shard of a tensor -> the ranks that own it

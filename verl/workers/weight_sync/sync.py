@@ -97,6 +97,7 @@ class WeightSync:
                 work = dist.all_to_all_single(arriving, sent, *sizes, group=self.group, async_op=True)
             if round_ is not None and writer is not None:
                 self._write(round_, arrived, values_of, writer)
+            assert writer is not None or round_ is None or not (round_.local or round_.received), self.rank
             del arrived
 
     def _pack(self, round_: Round, values_of: ValuesOf) -> Tensor:
@@ -111,7 +112,7 @@ class WeightSync:
                 continue
             # A rank that also keeps the values adds their digest when it writes these.
             total = None if self.rank in transfer.pairs.destinations_D else self._total(transfer)
-            starts, dtype = tuple(start for start, _ in transfer.ranges), self.plan.rollout_dtypes[transfer.hf_name]
+            starts, dtype = tuple(start for start, _ in transfer.ranges), self.plan.tensors[transfer.hf_name].dtype
             copy_with_digests(
                 transfer.hf_name, target, values_of(transfer), starts, of_values=total, of_values_dtype=dtype
             )

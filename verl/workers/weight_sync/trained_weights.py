@@ -47,7 +47,7 @@ def agreed_scales(
     for shard, source_ranks in plan.quantised:
         if rank in source_ranks:
             mine[_key(shard)] = shard
-        shape = plan.hf_shapes[shard.hf_name]
+        shape = plan.tensors[shard.hf_name].hf_shape
         if not _has_whole_blocks(shard.ranges, shape):
             shared[shard.hf_name] = (num_blocks(shape[0]), num_blocks(shape[1]))
     peaks = {key: _peaks(_view(params, shard), shard.ranges) for key, shard in mine.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,19 +56,14 @@ def named_digests(shards: Mapping[str, WeightView], digests_N: Tensor) -> dict[s
 
 
 def _rows_of(shards: Mapping[str, WeightView], device: torch.device) -> Tensor:
-    """int64 [N, 3]: digest, index of the first element in the flattened tensor (-1 for none), number of elements."""
-    digests, places = [], []
-    for name, shard in shards.items():
-        count = torch.Size(shard.shape).numel()
-        if count == 0:
-            digests.append(torch.zeros((), dtype=torch.int64, device=device))
-            places.append((-1, 0))
-        else:
-            strides = (torch.Size(shard.hf_shape[dim + 1 :]).numel() for dim in range(len(shard.hf_shape)))
-            first = sum(start * stride for start, stride in zip(shard.starts, strides, strict=True))
-            digests.append(shard.digest(name))
-            places.append((first, count))
-    return torch.cat((torch.stack(digests)[:, None], torch.tensor(places, device=device)), dim=1)
+    """int64 [N, 3]: digest, index of the first element in the flattened tensor, number of elements."""
+    counts = [torch.Size(shard.shape).numel() for shard in shards.values()]
+    digests_N = torch.zeros(len(shards), dtype=torch.int64, device=device)
+    for index, (name, shard) in enumerate(shards.items()):
+        if counts[index]:
+            digests_N[index] = shard.digest(name)
+    firsts = [np.ravel_multi_index(shard.starts, shard.hf_shape, mode="clip") for shard in shards.values()]
+    return torch.stack((digests_N, *torch.tensor([firsts, counts], device=device)), dim=1)
 
 
 def _sum_over_tp(gathered_GN3: Tensor, rank: int) -> tuple[Tensor, Tensor]:
@@ -76,7 +72,7 @@ def _sum_over_tp(gathered_GN3: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     values_N, counts_N = torch.zeros_like(gathered_GN3[0, :, 0]), torch.zeros_like(gathered_GN3[0, :, 0])
     for position, r in enumerate(order):
         digest_N, first_N, count_N = gathered_GN3[r].unbind(1)
-        is_new_N = first_N >= 0
+        is_new_N = count_N > 0
         for earlier in order[:position]:
             is_new_N &= gathered_GN3[earlier, :, 1] != first_N
         values_N += digest_N * is_new_N

@@ -120,9 +120,9 @@ class WeightMemory:
         with self._all_or_nothing():
             return self._load(weights)
 
-    def start_update(self) -> None:
+    def start_update(self, action: str = "start_weight_update") -> None:
         """Expect every weight, in any number of `load`; until `check_loaded` none counts as loaded."""
-        self._require_allocated("start_weight_update")
+        self._require_allocated(action)
         self._count_none_as_loaded()
 
     def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -130,8 +130,7 @@ class WeightMemory:
 
         ValueError for a name that is unknown, comes twice or is missing; the weights then count as not loaded.
         """
-        self._require_allocated("update_weights")
-        self._count_none_as_loaded()
+        self.start_update("update_weights")
         with self._all_or_nothing():
             self._load(each_once(weights))
             self.check_loaded()
@@ -139,8 +138,7 @@ class WeightMemory:
     @contextmanager
     def update_shards(self) -> Iterator[ShardWriter]:
         """Replace all shards of this rank, each element once; see `LLM.update_weight_shards`."""
-        self._require_allocated("update_weight_shards")
-        self._count_none_as_loaded()
+        self.start_update("update_weight_shards")
         writer = ShardWriter(self.model.weight_views)
         yield writer
         writer.finish()
