@@ -56,14 +56,15 @@ def named_digests(shards: Mapping[str, WeightView], digests_N: Tensor) -> dict[s
 
 
 def _rows_of(shards: Mapping[str, WeightView], device: torch.device) -> Tensor:
-    """int64 [N, 3]: digest, index of the first element in the flattened tensor, number of elements."""
-    counts = [torch.Size(shard.shape).numel() for shard in shards.values()]
+    """int64 [N, 3]: digest, index of the first element in the flattened tensor (-1 for none), number of elements."""
     digests_N = torch.zeros(len(shards), dtype=torch.int64, device=device)
+    places = [(-1, 0)] * len(shards)
     for index, (name, shard) in enumerate(shards.items()):
-        if counts[index]:
+        count = torch.Size(shard.shape).numel()
+        if count:
             digests_N[index] = shard.digest(name)
-    firsts = [np.ravel_multi_index(shard.starts, shard.hf_shape, mode="clip") for shard in shards.values()]
-    return torch.stack((digests_N, *torch.tensor([firsts, counts], device=device)), dim=1)
+            places[index] = int(np.ravel_multi_index(shard.starts, shard.hf_shape)), count
+    return torch.cat((digests_N[:, None], torch.tensor(places, device=device)), dim=1)
 
 
 def _sum_over_tp(gathered_GN3: Tensor, rank: int) -> tuple[Tensor, Tensor]:
@@ -72,7 +73,7 @@ def _sum_over_tp(gathered_GN3: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     values_N, counts_N = torch.zeros_like(gathered_GN3[0, :, 0]), torch.zeros_like(gathered_GN3[0, :, 0])
     for position, r in enumerate(order):
         digest_N, first_N, count_N = gathered_GN3[r].unbind(1)
-        is_new_N = count_N > 0
+        is_new_N = first_N >= 0
         for earlier in order[:position]:
             is_new_N &= gathered_GN3[earlier, :, 1] != first_N
         values_N += digest_N * is_new_N
