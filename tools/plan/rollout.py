@@ -61,7 +61,7 @@ def plan_rollout(worker: PlannedWorker, num_rows: int, prompt_length: int, respo
     sync_bytes, sync_calls = planned_sync(worker)
     worker.sync_samples_only()
     worker.offload_for_rollout()
-    with worker.sharding_manager:
+    with worker.rollout_mode:
         llm, planned = worker.rollout.inference_engine, worker.platform.planned
         core, engine = llm.core, llm.config
         load = Workload(
@@ -69,7 +69,7 @@ def plan_rollout(worker: PlannedWorker, num_rows: int, prompt_length: int, respo
             worker.config.rollout.n,
             prompt_length,
             response_length,
-            core.worker.num_gpu_blocks,
+            core.worker.cache.num_blocks,
             engine.cache.block_size,
             engine.cache.enable_prefix_caching,
             engine.scheduler,
@@ -131,9 +131,4 @@ def _run(worker: PlannedWorker, name: str, load: Workload, step: Step | None, nu
 
 def _request(worker: PlannedWorker, load: Workload, row: int) -> Request:
     """A request with the sampling parameters of training."""
-    rollout = worker.rollout
-    params = rollout.sampling_params({"eos_token_id": -1}, row, load.response_length)
-    processor = rollout.inference_engine.engine.processor
-    group = processor.group(f"row {row}", str(row), {"prompt_token_ids": load.prompt(row)}, params)
-    processor.add_samples(group, 0)
-    return group.samples[0]
+    return worker.rollout.request(str(row), load.prompt(row), row, load.response_length, {"eos_token_id": -1})

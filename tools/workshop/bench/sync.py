@@ -37,8 +37,10 @@ from tools.workshop.bench.models import deepseek_v3_config
 from tools.workshop.bench.options import parser_of, write_report
 from verl.workers.config import RolloutConfig
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
-from verl.workers.sharding_manager import weight_sync, weight_transfer
-from verl.workers.sharding_manager.weight_sync import WeightSync
+from verl.workers.weight_sync import sync as weight_sync
+from verl.workers.weight_sync.plan import build_plan
+from verl.workers.weight_sync.sync import WeightSync
+from verl.workers.weight_sync.weights_check import WeightsCheck
 from vllm.model_executor.model_loader import shard_writer
 from vllm.model_executor.model_loader.digest import copy_with_digests
 
@@ -87,16 +89,10 @@ def _rank(rank: int, folder: str, num_rounds: int, ways: Sequence[str]) -> None:
     hf, device = load_hf_config(folder), torch.device("cpu")
     params = _params(folder, rank)
     rollout = _engine(folder)
-    sync = WeightSync(
-        hf,
-        LAYOUT,
-        DTYPE,
-        {peer: rollout.rank_shards(peer) for peer in range(LAYOUT.world_size)},
-        groups.world,
-        device,
-        bucket_bytes=BUCKET_BYTES,
-        ranks_per_node=LAYOUT.world_size,
-    )
+    size = LAYOUT.world_size
+    shards = {peer: rollout.rank_shards(peer) for peer in range(size)}
+    plan = build_plan(hf, LAYOUT, DTYPE, shards, size, bucket_bytes=BUCKET_BYTES, ranks_per_node=size)
+    sync = WeightSync(plan, shards[rank], groups.world, device)
 
     def by_gathering() -> None:
         names = hf_tensors(hf).keys()
@@ -117,7 +113,7 @@ def _rank(rank: int, folder: str, num_rounds: int, ways: Sequence[str]) -> None:
         "rounds": rounds[1:],
         "received": int(traffic.received[rank]),
         "held": int(traffic.held[rank]),
-        "buffers": sync.transfer.peak_bytes,
+        "buffers": sync.peak_bytes,
     }
     Path(folder, f"{rank}.json").write_text(json.dumps(report))
     destroy_model_parallel()
@@ -156,15 +152,14 @@ def _engine(folder: str) -> vLLMRollout:
 def _without_digests() -> Iterator[None]:
     """Weights are copied; no digest is taken or compared."""
 
-    def copy(name: str, target: Tensor, values: Tensor, starts: tuple[int, ...], **_: Tensor | None) -> None:
+    def copy(name: str, target: Tensor, values: Tensor, starts: tuple[int, ...], **_: Any) -> None:
         copy_with_digests(name, target, values, starts)
 
     with ExitStack() as stack:
         for owner, name, stand_in in (
-            (weight_transfer, "copy_with_digests", copy),
+            (weight_sync, "copy_with_digests", copy),
             (shard_writer, "copy_with_digests", copy),
-            (weight_transfer, "add_digest", lambda *_: None),
-            (weight_sync.WeightsCheck, "require_equal", lambda *_: None),
+            (WeightsCheck, "require_equal", lambda *_: None),
         ):
             stack.enter_context(patch.object(owner, name, stand_in))
         yield

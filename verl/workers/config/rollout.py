@@ -60,9 +60,9 @@ class RolloutConfig(Section):
             can capture them, and a line in the log where they cannot.
         cudagraph_capture_sizes: numbers of sequences that graphs are captured for; absent means powers of two up to
             ``max_num_seqs``, on an NPU ``max_num_seqs`` alone.
-        quantization: ``fp8`` keeps linear weights in e4m3 blocks of 128 x 128, quantised as they arrive, and multiplies
-            in FP8 where the device does; ``dequantize`` widens the weights of an FP8 model; absent means the form of
-            the model's files.
+        quantization: ``fp8`` keeps linear weights in e4m3 blocks of 128 x 128, which the trainer quantises before it
+            sends them, and multiplies in FP8 where the device does; ``dequantize`` widens the weights of an FP8 model;
+            absent means the form of the model's files.
         tensor_model_parallel_size: ranks that split every layer.
         data_parallel_size: replicas of ``tensor_model_parallel_size`` ranks that share experts; absent means all of
             them, fewer means several independent engines.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from hf_formats.finite import require_finite
 from vllm.ops.contract import NOT_FINITE
-from vllm.ops.weights import PackedMatrix
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 from vllm.v1.sample.sampler import SamplerOutput
@@ -20,12 +19,7 @@ def failed_requests(step: SchedulerOutput, output: SamplerOutput) -> tuple[list[
     made finite ones so.
     """
     by_model, by_settings = list(output.unscored), []
-    sampled = (
-        request
-        for request, num_new in zip(step.requests, step.num_tokens, strict=True)
-        if request.num_computed_tokens + num_new == len(request.token_ids)
-    )
-    for request, token, is_finite in zip(sampled, output.token_ids.tolist(), output.are_finite(), strict=True):
+    for request, token, is_finite in zip(step.sampled, output.token_ids.tolist(), output.are_finite(), strict=True):
         if token == NOT_FINITE and request not in by_model:
             by_model.append(request)
         elif not is_finite and token != NOT_FINITE:
@@ -54,11 +48,8 @@ def settings_problem(request: Request) -> str:
 def _weight_problem(worker: Worker) -> str:
     for view_name, view in worker.model.weight_views.items():
         for name, shard in view.shards(view_name):
-            values = shard.values.read() if isinstance(shard.values, PackedMatrix) else shard.values
-            if values is None:
-                continue
             try:
-                require_finite(name, values, "the engine")
+                require_finite(name, shard.read(), "the engine")
             except ValueError as error:
                 return str(error)
     return (
