@@ -106,32 +106,14 @@ def _attend_grad(
     return grads
 
 
-class _GroupedMatmul(torch.autograd.Function):
-    """The product for weights is added to ``main_grad`` where there is one, and autograd carries it on."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w, ends)
-        return x.new_empty(x.shape[0], w.shape[2])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, w, _ = ctx.saved_tensors
-        grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
-        grad_w = torch.empty_like(w) if ctx.needs_input_grad[1] else None
-        if grad_w is not None and getattr(w, "main_grad", None) is not None:
-            w.grad_added_to_main_grad = True
-        return grad_x, grad_w, None
-
-
 def _grouped_matmul(x: Tensor, w: Tensor, tokens_per_expert: Tensor) -> Tensor:
     ends = async_h2d(tokens_per_expert, x.device).cumsum(0, dtype=torch.int32)
-    out: Tensor = _GroupedMatmul.apply(x, w, ends)
-    return out
+    added_to = w if getattr(w, "main_grad", None) is not None else None
+    return kernel(x.new_empty(x.shape[0], w.shape[2]), (x, w, ends), x, w, added_to=added_to)
 
 
 class _Fp8Products:
-    """Quantised copies live for one product; what is added to ``main_grad`` is as in ``_GroupedMatmul``."""
+    """Quantised copies live for one product; what is added to ``main_grad`` has its shape in autograd too."""
 
     def forward(self, x: Tensor, w: Tensor) -> Tensor:
         return _fp8_multiply(x, w.unsqueeze(0), w.shape[0])
