@@ -127,8 +127,8 @@ def buffer_bytes(kind: str, group: str) -> int:
 def _plan_training(
     worker: PlannedWorker, device: DeviceProfile, name: str, size: StepSize
 ) -> tuple[PhaseCalls, list[Launches]]:
-    """A training call: a first run with as many micro-batches as all stages of the pipeline have at one time, and
-    smaller ones that show what each further micro-batch and mini-batch adds to it.
+    """A training call: a run with as many micro-batches as this rank holds at one time, whose memory is the call's, and
+    smaller ones that show what each further micro-batch and mini-batch adds, and how the stages' calls fit together.
 
     Launches are those of a micro-batch, and those of the rest of a mini-batch: an optimizer's step or none.
 
@@ -136,22 +136,28 @@ def _plan_training(
         ValueError: micro-batches do not all add the same.
     """
     rows, per_micro = _micro_batches(worker.run_config, name, size)
-    actor, total, unit = worker.config.actor, -(-rows // per_micro), _unit(worker)
-    num_mini = _mini_batches(worker.run_config) if name == UPDATE else 1
-    few = _first_run(worker, name)
-    few = total if total <= max(few + unit, MOST_WHOLE) else few
+    layout, stage = worker.groups.layout, worker.groups.coords.pp
+    actor, total, num_stages = worker.config.actor, -(-rows // per_micro), layout.pipeline_model_parallel_size
+    unit = num_stages if layout.virtual_pipeline_model_parallel_size > 1 else 1  # that a schedule adds at a time
+    held = (num_stages - stage if name == UPDATE else 1) + 1 if unit == 1 else 2 * unit
+    held = total if total <= held + unit else held
     run = partial(_run, worker, device, name, size)
     worker.actor.config = replace(actor, ppo_epochs=1)
-    first = one = run(min(rows, few * per_micro))
-    samples, step, each = [first.calls], first.totals, first.totals
-    with worker.timeline.paused():  # smaller runs need no more memory
+    first = one = shown = run(min(rows, held * per_micro))
+    step = each = first.totals
+    with worker.timeline.paused():
         if total > unit:
             # The first run of all launches what is made once, so what a micro-batch adds is between two others.
             one, two = run(unit * per_micro), run(2 * unit * per_micro)
             each = two.totals - one.totals
-            step = first.totals + (total - few) // unit * each
-            if total > few and (one.totals + (few - unit) // unit * each != first.totals)[:-1].any():
+            step = first.totals + (total - held) // unit * each
+            if total > held and (one.totals + (held - unit) // unit * each != first.totals)[:-1].any():
                 raise ValueError(f"{name}: micro-batches make different calls")
+            # The same on all stages: with three, stages between two others come to the middle of an update's schedule.
+            num_shown = total if total <= MOST_WHOLE else max(2 * unit, 3 if name == UPDATE else 2)
+            if num_shown != held:
+                shown = two if num_shown == 2 * unit else run(min(rows, num_shown * per_micro))
+        samples, num_mini = [shown.calls], _mini_batches(worker.run_config) if name == UPDATE else 1
         if num_mini > 1:
             least = min(unit * per_micro, rows)
             mini_batch_size = least * worker.groups.dp.size()
@@ -162,26 +168,12 @@ def _plan_training(
     worker.actor.config = actor
     count, *num_bytes, _ = step.tolist()
     calls = PhaseCalls(name, tuple(samples), count, dict(zip(LINKS, num_bytes, strict=True)))
-    layers = len(worker.groups.layout.stage_layers(worker.groups.coords.pp, worker.hf_config.num_hidden_layers))
+    layers = len(layout.stage_layers(stage, worker.hf_config.num_hidden_layers))
     micro, rest = int(each[-1]) // unit, int(max(0, one.totals[-1] - each[-1]))
     return calls, [
         Launches(name, "micro-batch", micro, total * num_mini, layers),
         Launches(name, "call", rest, num_mini, layers),
     ]
-
-
-def _unit(worker: PlannedWorker) -> int:
-    """How many micro-batches a schedule adds at a time."""
-    layout = worker.groups.layout
-    return layout.pipeline_model_parallel_size if layout.virtual_pipeline_model_parallel_size > 1 else 1
-
-
-def _first_run(worker: PlannedWorker, name: str) -> int:
-    """The fewest micro-batches with which every stage comes to the middle of its schedule; the same on all stages."""
-    num_stages = worker.groups.layout.pipeline_model_parallel_size
-    if _unit(worker) > 1:
-        return 2 * num_stages
-    return num_stages + 1 if name == UPDATE else 2
 
 
 def _mini_batches(config: PPOTrainerConfig) -> int:

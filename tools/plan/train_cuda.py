@@ -22,7 +22,7 @@ from megatron.core.ops.reference_attention import whole_sequence_attention
 from megatron.core.ops.reference_moe import expert_order
 from megatron.core.tensor_parallel import collectives
 from megatron.core.utils import async_h2d
-from tools.plan.train_npu import kernel
+from tools.plan.train_npu import GroupedMatmul, kernel
 
 
 def cuda_table(table: TrainOps, tp_comm_overlap: bool = False, has_fp8: bool = False) -> TrainOps:
@@ -108,12 +108,12 @@ def _attend_grad(
 
 def _grouped_matmul(x: Tensor, w: Tensor, tokens_per_expert: Tensor) -> Tensor:
     ends = async_h2d(tokens_per_expert, x.device).cumsum(0, dtype=torch.int32)
-    added_to = w if getattr(w, "main_grad", None) is not None else None
-    return kernel(x.new_empty(x.shape[0], w.shape[2]), (x, w, ends), x, w, added_to=added_to)
+    out: Tensor = GroupedMatmul.apply(x, w, lambda w: getattr(w, "main_grad", None) is not None, ends)
+    return out
 
 
 class _Fp8Products:
-    """Quantised copies live for one product; what is added to ``main_grad`` has its shape in autograd too."""
+    """Quantised copies live for one product; what is added to ``main_grad`` is as in ``GroupedMatmul``."""
 
     def forward(self, x: Tensor, w: Tensor) -> Tensor:
         return _fp8_multiply(x, w.unsqueeze(0), w.shape[0])

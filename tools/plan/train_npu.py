@@ -5,6 +5,7 @@ What is plain torch there is used as it is; how many launches an entry makes is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -36,21 +37,14 @@ def npu_table(table: TrainOps, pads_values: bool) -> TrainOps:
     )
 
 
-class _Kernel(torch.autograd.Function):
-    """See ``kernel``."""
+class _Kept(torch.autograd.Function):
+    """A kernel that keeps ``kept`` (its own statistics among them) and whose inputs have gradients of their shapes."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        out: Tensor,
-        kept: tuple[Tensor, ...],
-        launches: tuple[int, int],
-        added_to: Tensor | None,
-        *inputs: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, out: Tensor, kept: tuple[Tensor, ...], launches: tuple[int, int], *inputs: Tensor) -> Tensor:
         ctx.save_for_backward(*kept)
         ctx.inputs = [(x.shape, x.dtype, x.device, x.requires_grad) for x in inputs]
-        ctx.launches, ctx.added_to = launches[1], added_to
+        ctx.launches = launches[1]
         launched(launches[0])
         return out
 
@@ -58,29 +52,16 @@ class _Kernel(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         ctx.saved_tensors  # noqa: B018 - torch frees them here, as after a kernel
         launched(ctx.launches)
-        if ctx.added_to is not None:
-            ctx.added_to.grad_added_to_main_grad = True
         grads = (
             torch.empty(shape, dtype=dtype, device=device) if is_wanted else None
             for shape, dtype, device, is_wanted in ctx.inputs
         )
-        return None, None, None, None, *grads
+        return None, None, None, *grads
 
 
-def kernel(
-    out: Tensor,
-    kept: tuple[Tensor, ...],
-    *inputs: Tensor,
-    launches: tuple[int, int] = (1, 1),
-    added_to: Tensor | None = None,
-) -> Tensor:
-    """``out`` as the result of a kernel on ``inputs``, which keeps ``kept`` (its own statistics among them) and whose
-    inputs have gradients of their shapes.
-
-    launches: of its forward and of its backward · added_to: the weight whose gradient the backward adds to
-    ``main_grad``; what autograd carries on has its shape.
-    """
-    result: Tensor = _Kernel.apply(out, kept, launches, added_to, *inputs)
+def kernel(out: Tensor, kept: tuple[Tensor, ...], *inputs: Tensor, launches: tuple[int, int] = (1, 1)) -> Tensor:
+    """``out`` as the result of a kernel on ``inputs``; ``launches`` of its forward and of its backward."""
+    result: Tensor = _Kept.apply(out, kept, launches, *inputs)
     return result
 
 
@@ -133,12 +114,35 @@ def _core_attention(
     return kernel(out, (q, k, wide_v, wide_out, *statistics), q, k, v, launches=launches)
 
 
+class GroupedMatmul(torch.autograd.Function):
+    """The product of experts. Where the gradient of ``w`` is added to its ``main_grad``, which ``adds`` is asked in the
+    backward, what autograd carries on has its shape. kept: by the kernel in addition.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, adds: Callable[[Tensor], bool], *kept: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w, *kept)
+        ctx.adds, ctx.num_others = adds, 1 + len(kept)
+        launched(3)  # the counts travel and are cast
+        return x.new_empty(x.shape[0], w.shape[2])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, w, *_ = ctx.saved_tensors
+        grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        grad_w = torch.empty_like(w) if ctx.needs_input_grad[1] else None
+        launched(grad_x is not None)
+        if grad_w is not None and ctx.adds(w):
+            launched(4)  # running ends of the counts, too
+            w.grad_added_to_main_grad = True
+        elif grad_w is not None:
+            launched(3)  # experts without rows are filled with zeros
+        return grad_x, grad_w, *[None] * ctx.num_others
+
+
 def _grouped_matmul(x: Tensor, w: Tensor, tokens_per_expert: Tensor) -> Tensor:
-    """Forward, the counts travel and are cast; where nothing adds to ``main_grad``, experts without rows are zeroed."""
-    added_to = w if has_float32_sums(w) else None
-    of_weights = 4 if added_to is not None else 3  # with running ends of the counts
-    out = x.new_empty(x.shape[0], w.shape[2])
-    return kernel(out, (x, w), x, w, launches=(3, 1 + of_weights), added_to=added_to)
+    out: Tensor = GroupedMatmul.apply(x, w, has_float32_sums)
+    return out
 
 
 def _token_permute(tokens_TH: Tensor, indices_TK: Tensor) -> tuple[Tensor, Tensor]:
