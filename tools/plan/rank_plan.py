@@ -141,23 +141,25 @@ def _plan_training(
     unit = num_stages if layout.virtual_pipeline_model_parallel_size > 1 else 1  # that a schedule adds at a time
     held = (num_stages - stage if name == UPDATE else 1) + 1 if unit == 1 else 2 * unit
     held = total if total <= held + unit else held
+    # The same on all stages: with three, stages between two others come to the middle of an update's schedule.
+    num_shown = total if total <= MOST_WHOLE else max(2 * unit, 3)
+    num_mini = _mini_batches(worker.run_config) if name == UPDATE else 1
     run = partial(_run, worker, device, name, size)
     worker.actor.config = replace(actor, ppo_epochs=1)
-    first = one = shown = run(min(rows, held * per_micro))
-    step = each = first.totals
+    first = one = run(min(rows, held * per_micro))
+    step, num_launches = first.totals, first.totals[-1]
     with worker.timeline.paused():
-        if total > unit:
-            # The first run of all launches what is made once, so what a micro-batch adds is between two others.
-            one, two = run(unit * per_micro), run(2 * unit * per_micro)
-            each = two.totals - one.totals
+        if total > unit and (total > held or num_mini > 1 or worker.kind == "npu"):
+            one = run(unit * per_micro)
+        shown = run(min(rows, num_shown * per_micro)) if num_shown != held else first
+        if total > held:
+            each = (shown.totals - one.totals) * unit // (num_shown - unit)
             step = first.totals + (total - held) // unit * each
-            if total > held and (one.totals + (held - unit) // unit * each != first.totals)[:-1].any():
+            if (one.totals + (held - unit) // unit * each != first.totals)[:-1].any():
                 raise ValueError(f"{name}: micro-batches make different calls")
-            # The same on all stages: with three, stages between two others come to the middle of an update's schedule.
-            num_shown = total if total <= MOST_WHOLE else max(2 * unit, 3 if name == UPDATE else 2)
-            if num_shown != held:
-                shown = two if num_shown == 2 * unit else run(min(rows, num_shown * per_micro))
-        samples, num_mini = [shown.calls], _mini_batches(worker.run_config) if name == UPDATE else 1
+        if total > unit and worker.kind == "npu":  # first runs launch what is made once, too
+            num_launches = run(2 * unit * per_micro).totals[-1] - one.totals[-1]
+        samples = [shown.calls]
         if num_mini > 1:
             least = min(unit * per_micro, rows)
             mini_batch_size = least * worker.groups.dp.size()
@@ -169,7 +171,7 @@ def _plan_training(
     count, *num_bytes, _ = step.tolist()
     calls = PhaseCalls(name, tuple(samples), count, dict(zip(LINKS, num_bytes, strict=True)))
     layers = len(layout.stage_layers(stage, worker.hf_config.num_hidden_layers))
-    micro, rest = int(each[-1]) // unit, int(max(0, one.totals[-1] - each[-1]))
+    micro, rest = int(num_launches) // unit, int(max(0, one.totals[-1] - num_launches))
     return calls, [
         Launches(name, "micro-batch", micro, total * num_mini, layers),
         Launches(name, "call", rest, num_mini, layers),

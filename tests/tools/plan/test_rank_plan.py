@@ -112,7 +112,7 @@ def test_micro_batches_that_add_different_calls_are_refused(model_dir: Path, mon
 
     monkeypatch.setattr(PlannedWorker, "update_actor", twice)
     with pytest.raises(ValueError, match="update_actor: micro-batches make different calls"):
-        plan_rank(_config(model_dir, "tp2_pp2_uneven_ep2"), load_device("cpu"), 0, StepSize(10, 8))
+        plan_rank(_config(model_dir, "tp2_pp2_uneven_ep2"), load_device("cpu"), 2, StepSize(10, 8))
 
 
 def test_the_phases_of_a_step_come_in_order(model_dir: Path) -> None:
