@@ -18,7 +18,7 @@ PACKAGES = (
 # What our own code calls by a name that it puts together, or runs as a file.
 BY_STRING = {
     "megatron.core.dist_checkpointing.write_process": ("main",),  # in a new process
-    "tools.launch.parent_death": ("main",),
+    "hf_formats.parent_death": ("main",),
     "recipes.r1_zero.deepscaler": (),  # the reward of the recipe's config
     "tools.workshop.bench.engines.engine_server": (),
     "tools.workshop.bench.engines.op_profile": (),

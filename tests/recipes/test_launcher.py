@@ -21,11 +21,12 @@ from rich.console import Console
 from recipes.common.recipe import ROOT, load_recipe, recipe_names
 from tools.launch import __main__ as launch
 from tools.launch import checks, hostfile, network, nodes, ray_node
+from tools.launch.head_run import HeadRun
 from tools.launch.job import FREE_PORT, Job, resolve_config
-from tools.launch.node_run import NodeRun
 from tools.launch.output_dir import archive_other_training, only_run, shared_token, training_identity
 from tools.launch.processes import OwnProcesses
-from tools.launch.settings import NodeRole, Settings, find_role, read_settings, variables
+from tools.launch.roles import NodeRole, find_role
+from tools.launch.settings import Settings, read_settings, variables
 from tools.launch.stages import driver_stage, stages
 from verl.trainer.config.override_text import override
 from verl.utils.net_utils import free_ports
@@ -136,7 +137,7 @@ def test_a_path_that_no_record_could_hold_is_refused(path: str) -> None:
 def test_the_watch_is_replaced_when_it_dies(tmp_path: Path) -> None:
     """Else nobody notices a lost node, or tells the others how a run ended that succeeds."""
     job = job_of(tmp_path, {"NNODES": "2", "MASTER_ADDR": "192.0.2.77"}).with_ray_port()
-    run = NodeRun(job, NodeRole(True, "127.0.0.1", "127.0.0.1", "lo"), Console(file=io.StringIO()))
+    run = HeadRun(job, NodeRole(True, "127.0.0.1", "127.0.0.1", "lo"), Console(file=io.StringIO()))
     try:
         run.watches_left, run.others_wait = 1, True
         first = run.watch = run.processes.start(["/bin/false"], os.environ, subprocess.DEVNULL)

@@ -134,7 +134,7 @@ def test_slurm_starts_the_script_on_every_node(tmp_path: Path) -> None:
     assert "no recipe r1_one" in run("r1_one", **slurm).stderr
 
 
-HEAD = "import sys; sys.executable = {!r}; from tools.launch import main; sys.exit(main(sys.argv[1:]))"
+HEAD = "import sys; sys.executable = {!r}; from tools.launch.__main__ import main; sys.exit(main(sys.argv[1:]))"
 WITHOUT_RAY = '#!/bin/sh\ncase "$*" in *ray.scripts*) exit 7;; esac\nexec {} "$@"\n'
 
 

@@ -9,10 +9,11 @@ import pytest
 from rich.console import Console
 
 from recipes.common.recipe import load_recipe
+from tools.launch.head_run import HeadRun
 from tools.launch.job import Job, resolve_config
-from tools.launch.node_run import NodeRun
 from tools.launch.processes import RunFailed
-from tools.launch.settings import find_role, read_settings
+from tools.launch.roles import find_role
+from tools.launch.settings import read_settings
 from tools.launch.stages import Stage, closing_stages
 
 
@@ -43,7 +44,7 @@ def test_a_report_that_fails_is_one_line_and_no_failure(tmp_path: Path, metrics:
     if metrics is not None:
         (tmp_path / "metrics.jsonl").write_text(metrics)
     out = io.StringIO()
-    run = NodeRun(job, find_role(job.settings, job.nnodes), Console(file=out, width=500))
+    run = HeadRun(job, find_role(job.settings, job.nnodes), Console(file=out, width=500))
     *_, report = closing_stages(job)
     run._run_stage(report)
     run.processes.end_all()

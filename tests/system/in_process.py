@@ -12,7 +12,8 @@ from tests.system.jobs import SMALL, Prepared
 from tests.verl.bandit import run_trainer
 from tools.launch import checks
 from tools.launch.job import Job, resolve_config
-from tools.launch.settings import find_role, read_settings
+from tools.launch.roles import find_role
+from tools.launch.settings import read_settings
 from tools.launch.stages import Stage, closing_stages, driver_stage, stages
 from verl.trainer.config import PPOTrainerConfig, load_config, validate_config
 from verl.trainer.config.override_text import override

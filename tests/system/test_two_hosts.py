@@ -15,7 +15,7 @@ import pytest
 from tests.system.command import Command, newest_step, read_metrics, without_measurements
 from tests.system.jobs import SMALL, Job, Prepared
 from tools.launch import network
-from tools.launch.node_run import MOST_WATCHES
+from tools.launch.head_run import MOST_WATCHES
 
 HEAD, WORKER = "10.79.0.1", "10.79.0.2"
 UNREACHABLE = "192.0.2.77"  # of a block that documentation alone uses

@@ -16,7 +16,8 @@ from recipes.common.short_folder import environment_problem, folder_problem
 from tools.download import missing_package
 from tools.launch import network
 from tools.launch.job import Job, has_shards, is_fp8, model_dimensions
-from tools.launch.settings import NodeRole, Settings
+from tools.launch.roles import NodeRole
+from tools.launch.settings import Settings
 from tools.launch.stages import stages
 from tools.plan.devices import load_device
 from verl.trainer.config.checks import missing_dispatcher

@@ -15,26 +15,23 @@ from types import FrameType
 from rich.console import Console
 
 from hf_formats.cache_folder import moved_caches
+from hf_formats.parent_death import end_with_parent
 from recipes.common.exit_status import BAD_INPUT
 from recipes.common.recipe import Recipe, load_recipe
 from tools.launch import checks, hostfile, network
+from tools.launch.accelerators import count_accelerators, find_accelerator
 from tools.launch.first_plan import first_plan
+from tools.launch.head_run import HeadRun
 from tools.launch.hub import fetch_model, hub_name
 from tools.launch.job import Job, resolve_config
 from tools.launch.layout_choice import choose_layout, without_layout
 from tools.launch.node_run import NodeRun, Stopped
 from tools.launch.output_dir import only_run
-from tools.launch.parent_death import end_with_parent
 from tools.launch.print_plan import print_plan
 from tools.launch.records import Records
-from tools.launch.settings import (
-    NodeRole,
-    SettingsError,
-    count_accelerators,
-    find_accelerator,
-    find_role,
-    read_settings,
-)
+from tools.launch.roles import NodeRole, find_role
+from tools.launch.settings import SettingsError, read_settings
+from tools.launch.worker_run import WorkerRun
 from verl.trainer.config import ConfigError
 from verl.utils.net_utils import LOOPBACK
 
@@ -182,7 +179,7 @@ def _launch(job: Job, role: NodeRole, others: Sequence[hostfile.RemoteStart]) ->
     script_pid = os.environ.get(SCRIPT_PID, "")
     if script_pid.isdigit():
         end_with_parent(int(script_pid))
-    run = NodeRun(job, role, Console())
+    run: NodeRun = (HeadRun if role.is_head else WorkerRun)(job, role, Console())
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         if run.save_and_stop(signal.Signals(number)):
@@ -193,7 +190,7 @@ def _launch(job: Job, role: NodeRole, others: Sequence[hostfile.RemoteStart]) ->
 
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, on_signal)
-    if not others:
+    if not isinstance(run, HeadRun) or not others:  # whoever starts the others is the head
         return run.run()
     nodes = hostfile.RemoteNodes(others, run.log_dir)
     status = run.run()

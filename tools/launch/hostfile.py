@@ -1,7 +1,7 @@
 """HOSTFILE: one node starts the recipe's script on every other one over ssh, and takes part itself as the head.
 
 A node's settings travel on ssh's standard input, not on its command line, which every user of the machine can read. A
-remote node ends when the head ends the run or is lost, like any node (``node_run``).
+remote node ends when the head ends the run or is lost, like any node (``worker_run``).
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hf_formats.files import write_text
 from tools.doctor.host import version_of
 from tools.launch.records import code_digest
 from vllm_ascend.versions import cann_version
@@ -119,9 +120,7 @@ def end(status: int, reason: str) -> None:
 
 
 def _write_end(text: str) -> None:
-    path = Path(os.environ[END_FILE])
-    path.with_suffix(".tmp").write_text(text, encoding="utf-8")
-    path.with_suffix(".tmp").replace(path)
+    write_text(Path(os.environ[END_FILE]), text, is_durable=False)
 
 
 def _alive_nodes() -> list[dict[str, Any]]:

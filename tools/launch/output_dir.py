@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from recipes.common.atomic_files import write_text_atomically
+from hf_formats.files import write_text
 from recipes.common.data_scripts import digest_of
 
 RUN_FILE = "run.json"
@@ -90,12 +90,10 @@ def shared_token(output_dir: Path, given: str | None) -> str:
 def training_identity(seed: int, train_files: Iterable[Path], model_dir: Path) -> str:
     """A digest of what a training starts from; paths and settings that may change on a resume do not count.
 
-    Only the sizes of the weights are read (hundreds of GB); a model that the recipe made itself has a stamp of its
-    sources.
+    Only the sizes of the weights are read (hundreds of GB).
     """
     shards = {path.name: path.stat().st_size for path in sorted(model_dir.glob("*.safetensors"))}
-    made_from = model_dir.parent / "base_model_fp8" / ".stamp.json"
-    described = [path for path in (model_dir / "config.json", made_from) if path.is_file()]
+    described = [path for path in (model_dir / "config.json",) if path.is_file()]
     return digest_of({"seed": seed, "shards": shards}, [*train_files, *described])
 
 
@@ -109,7 +107,7 @@ def archive_other_training(output_dir: Path, identity: str) -> Path | None:
         target = next_folder(output_dir / EARLIER)
         for path in present:
             os.replace(path, target / path.name)
-    write_text_atomically(run_file, json.dumps({"identity": identity}) + "\n")
+    write_text(run_file, json.dumps({"identity": identity}) + "\n")
     return target
 
 

@@ -13,7 +13,8 @@ from tools.launch.hostfile import HOSTFILE, SECRETS, RemoteStart, shown
 from tools.launch.job import Job, keys_without_effect, model_dimensions
 from tools.launch.nodes import RANK
 from tools.launch.ray_node import ray_command, run_variables
-from tools.launch.settings import NodeRole, variables
+from tools.launch.roles import NodeRole
+from tools.launch.settings import variables
 from tools.launch.stages import closing_stages, driver_stage, nodes_stage, stages
 from verl.trainer.config.load import to_yaml
 from verl.workers.config.engine import END_STAGES

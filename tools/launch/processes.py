@@ -16,8 +16,8 @@ from typing import IO
 import psutil
 from rich.console import Console
 
+from hf_formats import parent_death
 from recipes.common.recipe import ROOT
-from tools.launch import parent_death
 
 TAG_NAME = "RECIPE_LAUNCH"
 POLL_S = 0.2

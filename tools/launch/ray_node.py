@@ -17,7 +17,7 @@ from recipes.common.short_folder import SessionFolder
 from tools.launch import network, nodes, output_dir
 from tools.launch.job import FREE_PORT, Job
 from tools.launch.processes import POLL_S, OwnProcesses, RunFailed, how_it_ended, last_lines, python_path
-from tools.launch.settings import NodeRole
+from tools.launch.roles import NodeRole
 from verl.utils.net_utils import LOOPBACK, accepts_connections, free_ports
 
 START_TIMEOUT_S = 90.0

@@ -7,18 +7,15 @@ import sys
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from recipes.common.recipe import ROOT, Recipe, RecipeInputs
 from tools.download import PACKAGES
-from tools.launch import network
-from verl.utils.net_utils import LOOPBACK
+from tools.launch.accelerators import CPU
 
-CPU = "cpu"
 RAY_PORT_OF_NODES = 6766  # where no RAY_PORT is named
-DEV = Path("/dev")
 
 
 def _path(text: str) -> Path:
@@ -33,41 +30,38 @@ def _is_hidden(letter: str) -> bool:
     return unicodedata.category(letter) in ("Cc", "Cs", "Zl", "Zp")  # Cs: a byte that is not UTF-8
 
 
-# kind of a variable -> how its text becomes a value, the least and the most of a number, what an error says is expected
-KINDS: dict[str, tuple[Callable[[str], Any], float | None, float, str]] = {
-    "text": (str, None, 0, "a text"),
-    "path": (_path, None, 0, "a path in UTF-8 without control characters, and a home that exists after ~"),
-    "count": (int, 1, sys.maxsize, "a whole number of at least 1"),
-    "seed": (int, 0, sys.maxsize, "a whole number of at least 0"),
-    "rank": (int, 0, sys.maxsize, "a whole number from 0 to NNODES - 1"),
-    "port": (int, 1024, 65535, "a port number, 1024 to 65535"),
-    "seconds": (float, 1e-9, sys.float_info.max, "a number of seconds above 0"),
-}
-# The variables of every recipe: name, kind, default as shown to the user, meaning. ``variables`` adds a recipe's own.
-_TABLE = """
-MODEL_PATH | path | a tiny model made on the spot | HF directory (FP8 as published, BF16); no weights if none are read
-DIST_CKPT_PATH | path | OUTPUT_DIR/dist_ckpt | sharded weights, on a shared disk; used as they are if there
-SEED | seed | 42 | seed of data split, base model, sampling and training
-STEPS | count | the config's | number of training steps
-HOSTFILE | text | none | file with a line per node, address and slots=8: started on one, it starts the others by ssh
-NNODES | count | the config's | number of nodes, those of rollout.nnodes among them
-NPUS_PER_NODE | count | the config's | devices per node that trains; without NPUs the number of worker processes
-MASTER_ADDR | text | this machine, for one node | address of the head node, the same on every node
-NODE_RANK | rank | by MASTER_ADDR: its owner is the head | 0 is the head; given everywhere, it names missing nodes
-SOCKET_IFNAME | text | the interface that reaches MASTER_ADDR | network interface of this node
-RAY_PORT | port | 6766; a free one on one node | port of Ray on the head
-MASTER_PORT | port | chosen when needed | port of torch.distributed's store on the head
-JOIN_TIMEOUT_S | seconds | 300 | how long the head waits for every node
-HEAD_TIMEOUT_S | seconds | 300 | how long a node waits for the head
-LOST_TIMEOUT_S | seconds | 20 | a node that is silent for so long has gone away
-STACK | text | cann92 | versions to install: cann92, or cann82 for CANN 8.2.RC1 (docs/installation.md)
-VENV_DIR | text | .venv in the repository | virtual environment, made when it is not there
-SETUP | text | yes | no takes VENV_DIR as it is and installs nothing, for example in a container image
-PLAN_DEVICE | text | the device of this node | planned for first: a name of tools/plan/devices, or a file
-RAY_AUTH_TOKEN | text | a file in OUTPUT_DIR | Ray's token; set the same one on all nodes if they share no disk
-"""
+class Kind(NamedTuple):
+    """How a variable's text becomes a value, the least and the most of a number, what an error says is expected."""
+
+    parse: Callable[[str], Any]
+    expected: str
+    least: float | None = None
+    most: float = sys.maxsize
+
+
+TEXT = Kind(str, "a text")
+PATH = Kind(_path, "a path in UTF-8 without control characters, and a home that exists after ~")
+COUNT = Kind(int, "a whole number of at least 1", 1)
+SEED = Kind(int, "a whole number of at least 0", 0)
+RANK = Kind(int, "a whole number from 0 to NNODES - 1", 0)
+PORT = Kind(int, "a port number, 1024 to 65535", 1024, 65535)
+SECONDS = Kind(float, "a number of seconds above 0", 1e-9, sys.float_info.max)
+
+
+def _variable(kind: Kind, meaning: str, default: Any = None, shown: str | None = None) -> Any:
+    """A field that the environment variable of its name in capitals gives; ``shown``: the default as users read it."""
+    text = f"{default:g}" if isinstance(default, float) else str(default)
+    return field(default=default, metadata={"kind": kind, "meaning": meaning, "shown": shown or text})
+
+
 _HUBS = "hub that has a MODEL_PATH such as Qwen/Qwen3-0.6B: huggingface or modelscope"
-_ROWS = [[cell.strip() for cell in line.split("|")] for line in _TABLE.strip().splitlines()]
+# Read by the scripts before Python starts, HOSTFILE by hostfile.py: default as shown, meaning.
+_BEFORE_SETTINGS = {
+    "HOSTFILE": ("none", "file with a line per node, address and slots=8: started on one, it starts the others by ssh"),
+    "STACK": ("cann92", "versions to install: cann92, or cann82 for CANN 8.2.RC1 (docs/installation.md)"),
+    "VENV_DIR": (".venv in the repository", "virtual environment, made when it is not there"),
+    "SETUP": ("yes", "no takes VENV_DIR as it is and installs nothing, for example in a container image"),
+}
 REMOVED = {"CONTROL_PORT": "nodes meet at RAY_PORT, the port of Ray on the head"}
 
 
@@ -87,23 +81,45 @@ class Settings:
     accelerator: str = CPU
     num_accelerators: int = 0
     chosen: tuple[str, ...] = ()
-    model_path: Path | None = None
     model_source: str = "huggingface"
-    dist_ckpt_path: Path | None = None
-    seed: int = 42
-    steps: int | None = None
-    nnodes: int | None = None
-    npus_per_node: int | None = None
-    master_addr: str | None = None
-    node_rank: int | None = None
-    socket_ifname: str | None = None
-    ray_port: int | None = None
-    master_port: int | None = None
-    join_timeout_s: float = 300.0
-    head_timeout_s: float = 300.0
-    lost_timeout_s: float = 20.0
-    plan_device: str | None = None
-    ray_auth_token: str | None = None
+    model_path: Path | None = _variable(  # noqa: RUF009 - a field
+        PATH,
+        "HF directory (FP8 as published, BF16); no weights if none are read",
+        shown="a tiny model made on the spot",
+    )
+    dist_ckpt_path: Path | None = _variable(  # noqa: RUF009
+        PATH, "sharded weights, on a shared disk; used as they are if there", shown="OUTPUT_DIR/dist_ckpt"
+    )
+    seed: int = _variable(SEED, "seed of data split, base model, sampling and training", 42)
+    steps: int | None = _variable(COUNT, "number of training steps", shown="the config's")
+    nnodes: int | None = _variable(COUNT, "number of nodes, those of rollout.nnodes among them", shown="the config's")
+    npus_per_node: int | None = _variable(
+        COUNT, "devices per node that trains; without NPUs the number of worker processes", shown="the config's"
+    )
+    master_addr: str | None = _variable(
+        TEXT, "address of the head node, the same on every node", shown="this machine, for one node"
+    )
+    node_rank: int | None = _variable(
+        RANK, "0 is the head; given everywhere, it names missing nodes", shown="by MASTER_ADDR: its owner is the head"
+    )
+    socket_ifname: str | None = _variable(
+        TEXT, "network interface of this node", shown="the interface that reaches MASTER_ADDR"
+    )
+    ray_port: int | None = _variable(
+        PORT, "port of Ray on the head", shown=f"{RAY_PORT_OF_NODES}; a free one on one node"
+    )
+    master_port: int | None = _variable(
+        PORT, "port of torch.distributed's store on the head", shown="chosen when needed"
+    )
+    join_timeout_s: float = _variable(SECONDS, "how long the head waits for every node", 300.0)
+    head_timeout_s: float = _variable(SECONDS, "how long a node waits for the head", 300.0)
+    lost_timeout_s: float = _variable(SECONDS, "a node that is silent for so long has gone away", 20.0)
+    plan_device: str | None = _variable(
+        TEXT, "planned for first: a name of tools/plan/devices, or a file", shown="the device of this node"
+    )
+    ray_auth_token: str | None = _variable(
+        TEXT, "Ray's token; set the same one on all nodes if they share no disk", shown="a file in OUTPUT_DIR"
+    )
 
     @property
     def chooses_layout(self) -> bool:
@@ -148,6 +164,9 @@ class SettingsError(ValueError):
         self.problems, self.settings = list(problems), settings
 
 
+_VARIABLES = {one.name.upper(): one.metadata for one in fields(Settings) if one.metadata}
+
+
 def variables(recipe: Recipe) -> dict[str, tuple[str, str]]:
     """Default and meaning of every variable: the one list behind --help, --print-plan and the README's table."""
     eval_meaning = "evaluation sets of the same form: name path, and again for each"
@@ -160,7 +179,8 @@ def variables(recipe: Recipe) -> dict[str, tuple[str, str]]:
         **({recipe.eval_variable: (recipe.eval_default, eval_meaning)} if recipe.eval_variable else {}),
         **({"MODEL_SOURCE": ("huggingface", _HUBS)} if recipe.cpu_config else {}),
         "OUTPUT_DIR": (f"outputs/{recipe.name}", "everything the run writes, on a disk that all nodes share"),
-        **{name: (default, meaning) for name, _, default, meaning in _ROWS},
+        **{name: (one["shown"], one["meaning"]) for name, one in _VARIABLES.items()},
+        **_BEFORE_SETTINGS,
     }
 
 
@@ -182,29 +202,27 @@ def read_settings(
     """The settings in ``environment``; SettingsError that lists every value that is not what it should be."""
     problems: list[str] = []
 
-    def read(name: str, kind: str) -> Any:
+    def read(name: str, kind: Kind) -> Any:
         text = environment.get(name, "").strip()
-        parse, least, most, expected = KINDS[kind]
         with suppress(ValueError):
-            value = parse(text) if text else None
-            if value is None or least is None or least <= value <= most:
+            value = kind.parse(text) if text else None
+            if value is None or kind.least is None or kind.least <= value <= kind.most:
                 return value
-        problems.append(f"{name}={text!r}: expected {expected}")
+        problems.append(f"{name}={text!r}: expected {kind.expected}")
         return None
 
     hub = environment.get("MODEL_SOURCE", "").strip() or "huggingface"
     if recipe.cpu_config is not None and hub not in PACKAGES:
         problems.append(f"MODEL_SOURCE is {hub!r}; expected {' or '.join(sorted(PACKAGES))}")
         hub = "huggingface"
-    names = {field.name for field in fields(Settings)}
-    given = {name.lower(): read(name, kind) for name, kind, *_ in _ROWS if name.lower() in names}
+    given = {name.lower(): read(name, one["kind"]) for name, one in _VARIABLES.items()}
     given = {name: value for name, value in given.items() if value is not None}
     settings = Settings(
         recipe=recipe,
         config_name=environment.get("CONFIG_NAME") or recipe.default_config(accelerator, "model_path" in given),
-        output_dir=read("OUTPUT_DIR", "path") or ROOT / "outputs" / recipe.name,
+        output_dir=read("OUTPUT_DIR", PATH) or ROOT / "outputs" / recipe.name,
         overrides=tuple(overrides),
-        input_path=read(recipe.input_variable, "path"),
+        input_path=read(recipe.input_variable, PATH),
         eval_input=environment.get(recipe.eval_variable, "").strip() if recipe.eval_variable else "",
         accelerator=accelerator,
         num_accelerators=num_accelerators,
@@ -223,77 +241,3 @@ def read_settings(
             problems, replace(settings, overrides=tuple(text for text in overrides if text not in wrong))
         )
     return settings
-
-
-@dataclass(frozen=True)
-class NodeRole:
-    """What this node is in the run: head or not, and the addresses and the interface that it uses."""
-
-    is_head: bool
-    own_addr: str
-    master_addr: str
-    interface: str
-
-
-def find_role(settings: Settings, nnodes: int) -> NodeRole:
-    """Head or not, and on which address; ValueError when the settings do not say. One node uses loopback alone."""
-    addresses = network.own_addresses()
-    master = None if settings.master_addr is None else network.resolve(settings.master_addr)
-    if master is None and nnodes > 1:
-        raise ValueError(
-            f"the run has {nnodes} nodes (NNODES), but MASTER_ADDR is not set: set it to the head's address on "
-            "every node, or NNODES=1 where this machine does everything"
-        )
-    given = settings.master_addr or ""
-    if nnodes > 1 and (given == "localhost" or network.is_loopback(given)):
-        raise ValueError(
-            f"MASTER_ADDR is {given} and the run has {nnodes} nodes: every node would take itself for the head; "
-            "give the head's name or address in the network"
-        )
-    is_head = master is None or network.is_own(master, addresses)
-    if settings.node_rank is not None and (settings.node_rank == 0) != is_head:
-        raise ValueError(
-            f"NODE_RANK is {settings.node_rank}, but MASTER_ADDR {master} is {'' if is_head else 'not '}one of this "
-            f"node's addresses ({', '.join(addresses)}): rank 0 is the node that owns MASTER_ADDR"
-        )
-    if settings.node_rank is not None and settings.node_rank >= nnodes:
-        raise ValueError(f"NODE_RANK is {settings.node_rank} with NNODES {nnodes}: expected 0 to {nnodes - 1}")
-    if not is_head and nnodes == 1:
-        raise ValueError(
-            f"MASTER_ADDR {master} is not an address of this machine and NNODES is 1: unset it, or set NNODES"
-        )
-    own = LOOPBACK if nnodes == 1 or master is None else master
-    if settings.socket_ifname is not None or not is_head:
-        own = network.address_towards(master, settings.socket_ifname)
-    elif nnodes > 1 and network.is_loopback(own):  # Debian's /etc/hosts gives a host's own name as 127.0.1.1
-        own = network.address_towards(None, None)
-    if nnodes > 1 and network.is_loopback(own):
-        raise ValueError(
-            f"MASTER_ADDR {given} means {own} here, where other nodes cannot reach this one, and no "
-            "interface that is up has another IPv4 address: give this node a network, or NNODES=1"
-        )
-    seen = own if nnodes == 1 or master is None or network.is_loopback(master) else master
-    return NodeRole(is_head, own, seen, addresses.get(own, "lo"))
-
-
-def find_accelerator() -> str:
-    """npu where this machine has Ascend device files, cuda where torch can use a GPU, else cpu."""
-    if list(DEV.glob("davinci[0-9]*")):
-        return "npu"
-    if list(DEV.glob("nvidia[0-9]*")):
-        import torch  # takes seconds to import: only where there may be a GPU
-
-        return "cuda" if torch.cuda.is_available() else CPU
-    return CPU
-
-
-def count_accelerators(accelerator: str) -> int:
-    """How many of these devices a process sees here; 0 on a CPU."""
-    if accelerator == "npu":
-        visible = os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
-        return len(list(DEV.glob("davinci[0-9]*")) if visible is None else visible.replace(",", " ").split())
-    if accelerator == "cuda":
-        import torch
-
-        return torch.cuda.device_count()
-    return 0

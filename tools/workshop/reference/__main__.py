@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from recipes.common.atomic_files import write_text_atomically
+from hf_formats.files import write_text
 from tools.workshop.reference.page import COMMAND, render
 from tools.workshop.reference.parameters import sections
 
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.write:
         try:
-            write_text_atomically(arguments.page, render())
+            write_text(arguments.page, render())
         except OSError as error:
             parser.error(f"--page: {error}")
     found = problems(arguments.page)

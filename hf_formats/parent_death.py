@@ -10,9 +10,13 @@ import sys
 PR_SET_PDEATHSIG = 1
 
 
-def end_with_parent(parent_pid: int) -> None:
-    """Have the kernel send this process SIGTERM when its parent dies, however it dies (Linux, prctl(2))."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+def end_with_parent(parent_pid: int, number: signal.Signals = signal.SIGTERM) -> None:
+    """Have the kernel send this process ``number`` when its parent dies, however it dies (Linux, prctl(2)).
+
+    What counts is the thread of the parent that started this process. SystemExit where the parent is gone already.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent_pid:  # it died before prctl
         sys.exit(f"the process {parent_pid} that started this one is gone")
 
