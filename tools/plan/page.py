@@ -100,7 +100,8 @@ def _memory(plan: WholePlan) -> str:
         fullest = f"rank {rank.rank}, fullest in {escape(rank.peak.name)}: {size_text(rank.peak.peak_bytes)}"
         title = f'<div><b>{which}</b> <span class="muted small">{fullest}</span></div>'
         figures += f'<div class="card">{title}{memory_svg(rank, budget)}</div>'
-    if plan.run.device.family != "cpu":  # whose devices are the host
+    is_host = plan.run.device.family == "cpu"  # whose devices are the host
+    if not is_host and any(rank.host_bytes for rank in plan.stages):
         note = f"of one rank of each stage; {PROCESS_BYTES / GIB:.0f} GiB of its process not counted"
         figures += f'<div class="card"><b>Host</b> <span class="muted small">{note}</span>{host_svg(plan.stages)}</div>'
     return (
