@@ -233,9 +233,10 @@ def test_state_on_the_host_and_in_small_dtypes_reaches_the_optimizer() -> None:
         (f"{ACTOR}.router_replay.mode=R3", "set actor_rollout_ref.rollout.enable_rollout_routing_replay=True"),
         (
             "actor_rollout_ref.model.override_config.moe_config.freeze=True",
-            "moe_config.freeze is not known here; known: freeze_moe_router",
+            "moe_config.freeze is not known here; known: max_position_embeddings, "
+            "model_config.max_position_embeddings, moe_config.freeze_moe_router",
         ),
-        ("actor_rollout_ref.model.override_config.vision_config=1", "known: moe_config.freeze_moe_router"),
+        ("actor_rollout_ref.model.override_config.vision_config=1", "known: max_position_embeddings"),
     ],
 )
 def test_a_wrong_value_is_told(model_path: Path, override: str, told: str) -> None:
