@@ -12,9 +12,10 @@ LEVELS = ("token", "sequence", "geometric")
 # What the estimators of this repository read; those of a user may read any key.
 _DIVIDE_BY_STD = ("grpo", "grpo_vectorized", "grpo_passk")
 _BASELINES = ("rloo", "rloo_vectorized", "opo", "gpg", "reinforce_plus_plus_baseline")
+_SMALL_SHARE = Values("expected above 0 and below 1, as 1e-4", lambda value: 0 < value < 1)
 _FIXED = beside("type", "fixed")
 _NO_FILTER = beside("enable", False)
-_NO_REJECTION = Idle("{where} has no rollout_rs", lambda run, own: not own.rollout_rs)
+_NO_REJECTION = beside("rollout_rs", None)
 _NO_THRESHOLD = Idle(
     "{where} has no rollout_is",
     lambda run, own: not own.rollout_is and not (own.rollout_rs and own.rollout_rs_threshold is None),
@@ -84,9 +85,7 @@ class RolloutCorrectionSection(Section):
     #: the lower bound of rejection; absent means 1 / upper, 0 means no lower bound.
     rollout_rs_threshold_lower: float | None = key(None, _NO_REJECTION)
     #: reject a whole sequence if the ratio of one of its tokens is below this; absent means never.
-    rollout_token_veto_threshold: float | None = key(
-        None, Values("expected above 0 and below 1, as 1e-4", lambda value: 0 < value < 1)
-    )
+    rollout_token_veto_threshold: float | None = key(None, _SMALL_SHARE)
     bypass_mode: bool = False  #: use the rollout's log-probs as the old ones, so that no pass computes others.
     rollout_is_batch_normalize: bool = False  #: divide the weights by their mean over the batch.
 

@@ -25,36 +25,32 @@ def schedule_problems(config: PPOTrainerConfig) -> Iterator[str]:
             f"async_training.{', '.join(given)}: only trainer.schedule=fully_async has them, and the schedule is "
             f"{schedule}; leave them out or change it"
         )
-    if config.has_rollout_ranks:
-        yield from _separate_problems(config)
-    else:
-        if config.algorithm.filter_groups.stop_early and models.rollout.rebalance_interval:
-            yield (
-                f"actor_rollout_ref.rollout.rebalance_interval is {models.rollout.rebalance_interval}; with "
-                "algorithm.filter_groups.stop_early prompts go to the replica with the fewest samples, set it 0"
-            )
-        if config.rollout.nnodes:
-            yield (
-                f"rollout.nnodes is {config.rollout.nnodes}, but trainer.schedule is {schedule}, which generates on "
-                "the devices of training; set trainer.schedule=one_step_off or fully_async, or rollout.nnodes=0"
-            )
-        if not models.hybrid_engine:
-            yield (
-                "actor_rollout_ref.hybrid_engine is False; with trainer.schedule=sync actor and rollout share their "
-                "processes"
-            )
+    needs, is_apart = f"trainer.schedule={schedule}", config.has_rollout_ranks
+    if models.hybrid_engine == is_apart:
+        has = "have processes of their own" if is_apart else "share their processes"
+        yield (
+            f"actor_rollout_ref.hybrid_engine is {models.hybrid_engine}; with {needs} actor and rollout {has}: set it "
+            f"{not is_apart}"
+        )
+    by_load = needs if is_apart else "algorithm.filter_groups.stop_early"
+    if models.rollout.rebalance_interval and (is_apart or config.algorithm.filter_groups.stop_early):
+        yield (
+            f"actor_rollout_ref.rollout.rebalance_interval is {models.rollout.rebalance_interval}; with {by_load} "
+            "prompts go to the replica with the fewest samples, set it 0"
+        )
+    if is_apart:
+        yield from _separate_problems(config, needs)
+    elif config.rollout.nnodes:
+        yield (
+            f"rollout.nnodes is {config.rollout.nnodes}, but trainer.schedule is {schedule}, which generates on the "
+            "devices of training; set trainer.schedule=one_step_off or fully_async, or rollout.nnodes=0"
+        )
 
 
-def _separate_problems(config: PPOTrainerConfig) -> Iterator[str]:
+def _separate_problems(config: PPOTrainerConfig, needs: str) -> Iterator[str]:
     """Every setting that ranks which only generate do not have."""
-    models, needs = config.actor_rollout_ref, f"trainer.schedule={config.trainer.schedule}"
     if config.rollout.nnodes == 0:
         yield f"rollout.nnodes is 0; {needs} generates on devices of its own: give their hosts"
-    if models.hybrid_engine:
-        yield (
-            f"actor_rollout_ref.hybrid_engine is True; with {needs} actor and rollout have processes of their own: set "
-            "it False"
-        )
     filters, surplus = config.algorithm.filter_groups, config.gen_batch_size - config.data.train_batch_size
     if filters.stop_early and config.async_config.partial_rollout:
         yield (
@@ -70,11 +66,6 @@ def _separate_problems(config: PPOTrainerConfig) -> Iterator[str]:
         yield (
             f"data.sampler is set; with {needs} prompts are taken ahead of the steps, in an order that must not "
             "change: leave it out"
-        )
-    if models.rollout.rebalance_interval:
-        yield (
-            f"actor_rollout_ref.rollout.rebalance_interval is {models.rollout.rebalance_interval}; with {needs} "
-            "prompts go to the replica with the fewest samples, set it 0"
         )
     yield from _pace_problems(config)
 

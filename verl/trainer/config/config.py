@@ -41,17 +41,11 @@ class ActorRolloutRefConfig(Section):
 
 @dataclass(frozen=True)
 class TokenLimit:
-    """The packed tokens that a micro-batch of a training call may have.
+    """The packed tokens that a micro-batch of a training call may have."""
 
-    Attributes:
-        key: the setting.
-        tokens: over all context-parallel ranks.
-        metric: the name under which a step counts the samples above it.
-    """
-
-    key: str
-    tokens: int
-    metric: str
+    key: str  #: the setting.
+    tokens: int  #: over all context-parallel ranks.
+    metric: str  #: the name under which a step counts the samples above it.
 
 
 @dataclass(frozen=True)
@@ -153,6 +147,5 @@ class PPOTrainerConfig(Section):
     @property
     def gen_batch_size(self) -> int:
         """Prompts of one generation; dynamic sampling may generate several times a step, and more than it trains on."""
-        data = self.data
-        chosen = data.gen_batch_size if self.algorithm.filter_groups.enable else None
-        return chosen or data.train_batch_size
+        chosen = self.data.gen_batch_size if self.algorithm.filter_groups.enable else None
+        return chosen or self.data.train_batch_size

@@ -15,28 +15,18 @@ from verl.workers.config.keys import Idle, Key, declaration, flat
 
 @dataclass(frozen=True)
 class Declared:
-    """A key with a value of its own.
+    """A key with a value of its own."""
 
-    Attributes:
-        type: its annotation, as it is written.
-        default: the value without one that is given.
-        key: what is declared of it.
-        idle: the rules under which it changes nothing, its sections' first, each with the section that it speaks of.
-    """
-
-    type: str
-    default: Any
-    key: Key
+    type: str  #: its annotation, as it is written.
+    default: Any  #: its value where none is given.
+    key: Key  #: what is declared of it.
+    #: the rules under which it changes nothing, its sections' first, each with the section that it speaks of.
     idle: tuple[tuple[str, Idle], ...]
 
     @property
     def is_free(self) -> bool:
         """Whether it may hold a ``dict``."""
         return isinstance(self.default, dict) or self.key.takes_names
-
-    @property
-    def allows_none(self) -> bool:
-        return self.type == "Any" or "None" in self.type
 
 
 @cache

@@ -108,17 +108,11 @@ class WithoutEffect:
 
 @dataclass
 class Given:
-    """What was given, on its way to the typed tree.
+    """What was given, on its way to the typed tree."""
 
-    Attributes:
-        values: dotted key -> value; what is taken out of it is reported in the other two.
-        taken: what has no effect.
-        problems: a sentence for each value that asks for something else than what happens.
-    """
-
-    values: dict[str, Any]
-    taken: list[WithoutEffect] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    values: dict[str, Any]  #: by dotted key; what is taken out is reported in one of the other two.
+    taken: list[WithoutEffect] = field(default_factory=list)  #: what has no effect.
+    problems: list[str] = field(default_factory=list)  #: a sentence for each value that asks for what does not happen.
 
     def take(self, key: str, reason: str) -> None:
         """Take out a key that has no effect."""

@@ -7,7 +7,7 @@ import difflib
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -119,8 +119,10 @@ def resolve_config(composed: DictConfig) -> tuple[PPOTrainerConfig, list[Without
     }
     values |= leaves
     # A leading ~ is expanded once, here, so that every reader of the tree opens the same file.
-    values |= {key: _expand_home(values.get(key, item.default)) for key, item in keys.items() if item.key.is_path}
-    values[_EXTERNAL_LIB] = _absolute_files(values.get(_EXTERNAL_LIB))
+    for key, item in keys.items():
+        if item.key.is_path:
+            values[key] = _each_text(values.get(key, item.default), os.path.expanduser)
+    values[_EXTERNAL_LIB] = _each_text(values.get(_EXTERNAL_LIB), _absolute_file)
     schema = deepcopy(_writable_schema())  # an eighth of the time of making it
     for key, value in values.items():
         try:
@@ -171,9 +173,8 @@ def _can_split_experts(config: PPOTrainerConfig, num_experts: int) -> bool:
 def _restore_followers(composed: DictConfig) -> list[WithoutEffect]:
     """Let paths that are given empty follow others again as the base YAML file says; returns their keys."""
     base = dict(flat(yaml.safe_load((CONFIG_DIR / f"{DEFAULT_CONFIG_NAME}.yaml").read_text(encoding="utf-8"))))
-    empty = [
-        key for key in ("trainer.default_local_dir", "trainer.report_dir") if OmegaConf.select(composed, key) == ""
-    ]
+    paths = ("trainer.default_local_dir", "trainer.report_dir")
+    empty = [key for key in paths if OmegaConf.select(composed, key) == ""]
     for key in empty:
         OmegaConf.update(composed, key, base[key])
     return [WithoutEffect(key, "", GIVEN_EMPTY) for key in empty]
@@ -201,7 +202,7 @@ def _leaves(given: Given) -> dict[str, Any]:
                 given.problems.append(_unknown(name))
             elif value is not None:
                 given.problems.append(f"{name} is {value!r}; expected a section, with keys like {inside}")
-        elif value in (None, "") and not item.allows_none:
+        elif value in (None, "") and item.type != "Any" and "None" not in item.type:
             given.take(name, GIVEN_EMPTY)
         elif value == "" and "None" in item.type:
             found |= {} if name.startswith(_REF) else {name: None}  # the reference's keys follow the actor's
@@ -247,20 +248,18 @@ def _with_home(given: str) -> str:
     return f"{key}={in_quotes(literal(str(Path.home())) + below)}" if isinstance(below, str) else given
 
 
-def _expand_home(value: Any) -> Any:
+def _each_text(value: Any, change: Callable[[str], str]) -> Any:
+    """``value`` with every text of it changed: itself, or those of a list or a dict."""
     if isinstance(value, list):
-        return [_expand_home(path) for path in value]
+        return [_each_text(entry, change) for entry in value]
     if isinstance(value, dict):
-        return {name: _expand_home(path) for name, path in value.items()}
-    return os.path.expanduser(value) if isinstance(value, str) else value
+        return {name: _each_text(entry, change) for name, entry in value.items()}
+    return change(value) if isinstance(value, str) else value
 
 
-def _absolute_files(libraries: Any) -> Any:
-    """Modules as they are, and Python files with whole paths: workers may run in another folder."""
-    if isinstance(libraries, list):
-        return [_absolute_files(library) for library in libraries]
-    is_file = isinstance(libraries, str) and libraries.endswith(".py")
-    return os.path.abspath(os.path.expanduser(libraries)) if is_file else libraries
+def _absolute_file(library: str) -> str:
+    """A module as it is, and a Python file with its whole path: workers may run in another folder."""
+    return os.path.abspath(os.path.expanduser(library)) if library.endswith(".py") else library
 
 
 def _unknown(key: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from verl.trainer.config.schedule import SCHEDULES
-from verl.workers.config.keys import Idle, Section, Values, at_least, beside, key, one_of
+from verl.workers.config.keys import Idle, Section, Values, at_least, beside, key, names_of, one_of
 
 _LOGGERS = ("console", "tensorboard", "file", "wandb", "mlflow", "swanlab", "trackio", "clearml")
 _FREQUENCY = Values("use -1 for never", lambda value: value != 0)
@@ -40,10 +40,7 @@ class TrainerConfig(Section):
     #: where metrics go besides ``metrics.jsonl``, one name or a list: ``console``, ``tensorboard``, a tracker
     #: (``wandb``, ``mlflow``, ``swanlab``, ``trackio``, ``clearml``, whose package must be installed), or ``file`` for
     #: nowhere else.
-    logger: list[str] = key(
-        lambda: ["console", "tensorboard"],
-        Values(f"expected names out of {', '.join(_LOGGERS)}", lambda names: set(names) <= set(_LOGGERS)),
-    )
+    logger: list[str] = key(lambda: ["console", "tensorboard"], names_of(*_LOGGERS))
     save_freq: int = key(-1, _FREQUENCY)  #: steps between checkpoints.
     test_freq: int = key(-1, _FREQUENCY)  #: steps between validations.
     save_last: bool = True  #: save the last step whatever ``save_freq`` is.

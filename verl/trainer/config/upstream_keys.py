@@ -8,23 +8,18 @@ from typing import Any
 
 import yaml
 
-from verl.trainer.config.fixed_keys import Given, WithoutEffect
+from verl.trainer.config.fixed_keys import Given
 
 _ACTOR, _REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
 _OVERRIDES = "megatron.override_transformer_config"
-# key -> value of upstream's -> (what it means here, what is different)
-REPLACED_VALUES: dict[str, dict[str, tuple[str, str]]] = {
-    "actor_rollout_ref.rollout.mode": {
-        "async": ("sync", "engines take requests as they have room in every schedule, and no server stands between")
-    },
+_NO_SERVER = "engines take requests as they have room in every schedule, and no server stands between"
+_FLEX = ("flex", "alltoall", "DeepEP needs trainer.device=cuda; the same tokens travel by all-to-all")
+# key -> (value of upstream's, what it means here, what is different)
+REPLACED_VALUES = {
+    "actor_rollout_ref.rollout.mode": ("async", "sync", _NO_SERVER),
 }
 # The same, but with trainer.device=cuda, which has what the value names.
-REPLACED_WITHOUT_CUDA: dict[str, dict[str, tuple[str, str]]] = {
-    f"{role}.{_OVERRIDES}.moe_token_dispatcher_type": {
-        "flex": ("alltoall", "DeepEP needs trainer.device=cuda; the same tokens travel by all-to-all")
-    }
-    for role in (_ACTOR, _REF)
-}
+REPLACED_WITHOUT_CUDA = {f"{role}.{_OVERRIDES}.moe_token_dispatcher_type": _FLEX for role in (_ACTOR, _REF)}
 _BATCH = "data.train_batch_size"
 # Keys of upstream's fully_async_policy that become other keys here.
 ASYNC_KEYS = (
@@ -48,11 +43,10 @@ def translate_upstream_keys(given: Given, names: Mapping[str, str]) -> None:
         elif value is not None:
             values[key] = value
     is_cuda = values.get("trainer.device") == "cuda"
-    for key, meanings in (REPLACED_VALUES | ({} if is_cuda else REPLACED_WITHOUT_CUDA)).items():
-        value = values.get(key)
-        if isinstance(value, str) and value in meanings:
-            values[key], reason = meanings[value]
-            given.taken.append(WithoutEffect(key, value, reason))
+    for key, (value, meaning, reason) in (REPLACED_VALUES | ({} if is_cuda else REPLACED_WITHOUT_CUDA)).items():
+        if values.get(key) == value:
+            given.take(key, reason)
+            values[key] = meaning
     if values.get(f"{_REF}.megatron.load_weight") and values.get(f"{_ACTOR}.load_weight") is False:
         given.problems.append(
             f"{_REF}.load_weight is True, but {_ACTOR}.load_weight is False: the reference starts from the actor's "

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 
 from verl.trainer.config.checks import exact_problems, registry_problems, schedule_problems
 from verl.trainer.config.config import PPOTrainerConfig
 from verl.trainer.config.model_keys import config_json
-from verl.workers.config.engine import END_STAGES, LAYOUT_KEYS
 from verl.workers.config.overrides import OP_CHOICES
 from verl.workers.config.profiler import profiling_problems
 
@@ -179,22 +178,18 @@ def _layout_problems(config: PPOTrainerConfig) -> Iterator[str]:
         layout = engine.layout(world)
         for problem in layout.problems(sizes.get("num_hidden_layers"), experts, heads, sizes.get("vocab_size")):
             yield f"{_ACTOR}: {problem}"
-        stages = ("num_layer_list", *END_STAGES, "noop_layers", "mla_down_proj_column_parallel")
-        pairs = {f"{_REF}: {key}": (getattr(ref.layout(1), key), getattr(engine.layout(1), key)) for key in stages}
+        ours, theirs = (asdict(part.layout(1)) for part in (engine, ref))
     except (TypeError, ValueError) as error:
         yield f"{_ACTOR}: {error}"
         return
-    pairs |= {f"{_REF}.{key}": (getattr(ref, key), getattr(engine, key)) for key in LAYOUT_KEYS}
-    for key, (theirs, ours) in pairs.items():
-        if theirs != ours:
-            yield (
-                f"{key} is {theirs} and the actor's {ours}; the reference lives in the actor's processes and needs "
-                "the same layout"
-            )
+    for key in ours:
+        if theirs[key] != ours[key]:
+            why = "the reference lives in the actor's processes and needs the same layout"
+            yield f"{_REF}: {key} is {theirs[key]} and the actor's {ours[key]}; {why}"
     for key in OP_CHOICES:
-        theirs, ours = ref.op_choices.get(key), engine.op_choices.get(key)
-        if theirs != ours:
-            yield f"{_REF}: {key} is {theirs} and the actor's {ours}; both run on one op table"
+        choice, other = ref.op_choices.get(key), engine.op_choices.get(key)
+        if choice != other:
+            yield f"{_REF}: {key} is {choice} and the actor's {other}; both run on one op table"
     rollout_tp, world = models.rollout.tensor_model_parallel_size, config.rollout_world_size
     if world < 1:
         return  # schedule_problems reports this

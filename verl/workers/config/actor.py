@@ -22,14 +22,13 @@ _SHARE = Values("expected 0 to 1", lambda value: 0 <= value <= 1)
 _SWITCH = Values("expected one of auto, true, false", lambda value: value.lower() in ("auto", "true", "false"))
 
 
-def _loss(run: Any, *names: str) -> bool:
-    """Whether the run has one of these losses."""
-    return run.actor_rollout_ref.actor.policy_loss.loss_mode in names
+def _mode(run: Any) -> Any:
+    return run.actor_rollout_ref.actor.policy_loss.loss_mode
 
 
 def _only_of(name: str) -> Idle:
     """A key changes nothing with another loss of this repository than ``name``."""
-    return Idle(f"only the loss {name} has it", lambda run, own: _loss(run, *_LOSSES) and not _loss(run, name))
+    return Idle(f"only the loss {name} has it", lambda run, own: _mode(run) in _LOSSES and _mode(run) != name)
 
 
 def _fill_by_tokens(run: Any) -> tuple[bool, bool, bool]:
@@ -44,10 +43,10 @@ _CLIPS_NOTHING = (
     Idle(
         "a step makes one update, so that every ratio is 1",
         lambda run, own: (
-            not run.needs_old_log_prob and not run.algorithm.rollout_correction.bypass_mode and _loss(run, *_LOSSES)
+            not run.needs_old_log_prob and not run.algorithm.rollout_correction.bypass_mode and _mode(run) in _LOSSES
         ),
     ),
-    Idle("this policy loss clips nothing", lambda run, own: _loss(run, "gpg", "kl_cov")),
+    Idle("this policy loss clips nothing", lambda run, own: _mode(run) in ("gpg", "kl_cov")),
 )
 
 

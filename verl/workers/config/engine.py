@@ -11,17 +11,9 @@ from verl.workers.config import overrides
 from verl.workers.config.keys import TRAINED_DTYPES, Idle, Section, beside, key
 from verl.workers.config.model import GradientCheckpointingConfig
 
-# Keys in which actor and reference, who share their processes, must agree.
-LAYOUT_KEYS = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_parallel",
-    "expert_tensor_parallel_size",
-)
 END_STAGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 COUNTED_ENDS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+_SWAP_NAMES = {"0.6.1": "override_transformer_config.swap_optimizer"}
 _NOT_TRAINED, _OF_ACTOR = "the reference is not trained", "the actor's value counts for both"
 _RANDOM = Idle(
     "the weights are initialised at random",
@@ -56,9 +48,7 @@ class McoreEngineConfig(Section):
     #: move the optimizer state to host memory after the update.
     optimizer_offload: bool = key(False, not_of_reference=_NOT_TRAINED)
     #: keep the optimizer state in host memory and bring it to the device in pieces (MindSpeed).
-    swap_optimizer: bool = key(
-        False, names={"0.6.1": "override_transformer_config.swap_optimizer"}, not_of_reference=_NOT_TRAINED
-    )
+    swap_optimizer: bool = key(False, names=_SWAP_NAMES, not_of_reference=_NOT_TRAINED)
     #: start from sharded weights at ``dist_checkpointing_path`` instead of ``model.path``.
     use_dist_checkpointing: bool = key(False, _RANDOM)
     #: mp_rank files, a distributed checkpoint, or ``global_step_N/actor`` of another run, in any layout.

@@ -33,6 +33,10 @@ def above(least: float) -> Values:
     return Values(f"it must be above {least:g}", lambda value: value > least)
 
 
+def names_of(*choices: str) -> Values:
+    return Values(f"expected names out of {', '.join(choices)}", lambda names: set(names) <= set(choices))
+
+
 def between(least: float, most: float) -> Values:
     return Values(f"it must be between {least:g} and {most:g}", lambda value: least <= value <= most)
 
@@ -47,42 +51,31 @@ SHARE = Values("expected (0, 1]", lambda value: 0 < value <= 1)
 
 @dataclass(frozen=True)
 class Idle:
-    """Why a key that is given changes nothing, and when.
+    """Why a key that is given changes nothing, and when."""
 
-    Attributes:
-        reason: for the user; ``{where}`` in it becomes the dotted name of the key's section.
-        holds: whether it is so, of the whole config and the key's section.
-    """
-
-    reason: str
-    holds: Callable[[Any, Any], Any]
+    reason: str  #: for the user; ``{where}`` in it becomes the dotted name of the key's section.
+    holds: Callable[[Any, Any], Any]  #: whether it is so, of the whole config and the key's section.
 
 
 def beside(name: str, value: Any) -> Idle:
-    """A key changes nothing where the key ``name`` of its section is ``value``."""
-    return Idle(f"{{where}}.{name} is {value}", lambda run, own: getattr(own, name) == value)
+    """A key changes nothing where the key ``name`` of its section is ``value``; None means that it is not given."""
+    is_so = "is not given" if value is None else f"is {value}"
+    return Idle(f"{{where}}.{name} {is_so}", lambda run, own: getattr(own, name) == value)
 
 
 @dataclass(frozen=True)
 class Key:
-    """What is declared of a key besides its type, default and meaning; of a section, what holds for all of its keys.
+    """What is declared of a key besides its type, default and meaning; of a section, what holds for all of its keys."""
 
-    Attributes:
-        rules: the values that it accepts, besides None, which means that it is not given; and reasons why it changes
-            nothing, of which the first one that holds is reported.
-        names: upstream's version -> the key's name there, from the key's section on; ``../`` is the section around it.
-        is_path: a leading ``~`` is expanded.
-        members: the keys of a free section, a ``dict``.
-        takes_names: it may be a ``dict`` with keys of the user's own, besides its ``members``.
-        not_of_reference: why ``ref.megatron`` has no use of it.
-    """
-
+    #: the values that it accepts, besides None, which means that it is not given; and reasons why it changes nothing,
+    #: of which the first one that holds is reported.
     rules: tuple[Values | Idle, ...] = ()
+    #: upstream's version -> the key's name there, from the key's section on; ``../`` is the section around it.
     names: Mapping[str, str] = field(default_factory=dict)
-    is_path: bool = False
-    members: Mapping[str, Key] = field(default_factory=dict)
-    takes_names: bool = False
-    not_of_reference: str = ""
+    is_path: bool = False  #: a leading ``~`` is expanded.
+    members: Mapping[str, Key] = field(default_factory=dict)  #: the keys of a free section, a ``dict``.
+    takes_names: bool = False  #: it may be a ``dict`` with keys of the user's own, besides its ``members``.
+    not_of_reference: str = ""  #: why ``ref.megatron`` has no use of it.
 
     @property
     def checks(self) -> list[Values]:

@@ -10,6 +10,8 @@ from verl.workers.config.keys import NOT_NEGATIVE, Idle, Section, Values, beside
 from verl.workers.config.overrides import OPTIMIZER_OVERRIDES
 
 _CONSTANT = beside("lr_decay_style", "constant")
+_COUNTED = Idle("{where}.lr_warmup_steps counts", lambda run, own: own.lr_warmup_steps >= 0)
+_NO_WARMUP = Idle("the learning rate is not warmed up", lambda run, own: own.warmup_steps(1 << 30) == 0)
 _PAIR = Values("expected two numbers in [0, 1)", lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas))
 
 
@@ -25,16 +27,8 @@ class McoreOptimizerConfig(Section):
     betas: list[float] = key(lambda: [0.9, 0.999], _PAIR)  #: decay of the first and of the second moment.
     adam_eps: float = 1e-8  #: term added to the square root of the second moment.
     lr_warmup_steps: int = -1  #: steps of linear warm-up; -1 means ``lr_warmup_steps_ratio``.
-    #: steps of linear warm-up as a share of all steps.
-    lr_warmup_steps_ratio: float = key(
-        0.0, Idle("{where}.lr_warmup_steps counts", lambda run, own: own.lr_warmup_steps >= 0)
-    )
-    #: learning rate at the start of the warm-up.
-    lr_warmup_init: float = key(
-        0.0,
-        NOT_NEGATIVE,
-        Idle("the learning rate is not warmed up", lambda run, own: own.warmup_steps(1 << 30) == 0),
-    )
+    lr_warmup_steps_ratio: float = key(0.0, _COUNTED)  #: steps of linear warm-up as a share of all steps.
+    lr_warmup_init: float = key(0.0, NOT_NEGATIVE, _NO_WARMUP)  #: learning rate at the start of the warm-up.
     #: how the rate falls from ``lr`` to ``min_lr`` after the warm-up.
     lr_decay_style: str = key("constant", one_of("constant", "linear", "cosine"))
     #: steps after which the rate is ``min_lr``; absent means the whole run.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,14 +19,10 @@ def _count(least: int) -> Values:
     )
 
 
-def _number(least: float, most: float | None = None) -> Values:
+def _number(least: float, most: float = math.inf) -> Values:
     return Values(
-        f"expected a number, at least {least:g}" + ("" if most is None else f" and at most {most:g}"),
-        lambda value: (
-            isinstance(value, int | float)
-            and not isinstance(value, bool)
-            and least <= value <= (float("inf") if most is None else most)
-        ),
+        f"expected a number, at least {least:g}" + ("" if most == math.inf else f" and at most {most:g}"),
+        lambda value: isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most,
     )
 
 
@@ -69,6 +66,8 @@ def _has_only_fp32(run: Any, own: Any) -> bool:
 
 
 _NOT_FULL = Idle("recompute_granularity is not full", lambda run, own: _granularity(run, own) != "full")
+_NOT_SELECTIVE = Idle("recompute_granularity is not selective", lambda run, own: _granularity(run, own) != "selective")
+_NO_MTP = Idle("mtp_num_layers is 0", lambda run, own: not own.override_transformer_config.get("mtp_num_layers"))
 _NO_VIRTUAL_STAGES = Idle(
     "there are no virtual stages", lambda run, own: (own.virtual_pipeline_model_parallel_size or 1) == 1
 )
@@ -105,10 +104,7 @@ _FIELDS = members(
     #: layers of a group (``uniform``), or first layers of a stage (``block``).
     recompute_num_layers=(_count(1), _NOT_FULL),
     #: modules that ``selective`` recomputes.
-    recompute_modules=(
-        Values(f"expected a list of {', '.join(RECOMPUTE_MODULES)}", _modules),
-        Idle("recompute_granularity is not selective", lambda run, own: _granularity(run, own) != "selective"),
-    ),
+    recompute_modules=(Values(f"expected a list of {', '.join(RECOMPUTE_MODULES)}", _modules), _NOT_SELECTIVE),
     #: how attention reaches the tokens of other context-parallel ranks.
     cp_comm_type=(one_of("p2p", "all_gather", "a2a"), beside("context_parallel_size", 1)),
     #: send latents instead of keys and values, which each rank then computes from them.
@@ -116,11 +112,7 @@ _FIELDS = members(
     #: micro-batches that a stage runs through one chunk before the next chunk; absent means the number of stages.
     microbatch_group_size_per_vp_stage=(_count(1), _NO_VIRTUAL_STAGES),
     mtp_num_layers=_count(0),  #: depths of multi-token prediction that are trained; 0 means none.
-    #: weight of the mean of their losses.
-    mtp_loss_scaling_factor=(
-        _number(0),
-        Idle("mtp_num_layers is 0", lambda run, own: not own.override_transformer_config.get("mtp_num_layers")),
-    ),
+    mtp_loss_scaling_factor=(_number(0), _NO_MTP),  #: weight of the mean of their losses.
     moe_aux_loss_coeff=(_number(0), _NO_BALANCE),  #: weight of the loss that balances experts.
     moe_z_loss_coeff=_number(0),  #: weight of the loss that keeps the router's logits small.
     #: whether that loss balances experts over the micro-batch or over each sequence.

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from verl.workers.config.keys import Idle, Section, Values, key, one_of
+from verl.workers.config.keys import Idle, Section, Values, key, names_of, one_of
 
 TOOLS = ("torch", "npu")
 NO_PROFILER = Idle("no profiler is enabled", lambda run, own: not run.is_profiled)
-_CONTENTS = ("npu", "cpu", "memory", "shapes", "module", "stack")
 
 
 @dataclass(frozen=True)
@@ -19,9 +18,7 @@ class NPUToolConfig(Section):
     #: detail of the device's data: ``level_none``, ``level0``, ``level1`` or ``level2``.
     level: str = key("level1", one_of("level_none", "level0", "level1", "level2"))
     #: of ``npu`` and ``cpu`` activities, ``memory``, ``shapes``, ``module`` and ``stack``; empty means both activities.
-    contents: list[str] = key(
-        list, Values(f"expected names of {', '.join(_CONTENTS)}", lambda value: set(value) <= set(_CONTENTS))
-    )
+    contents: list[str] = key(list, names_of("npu", "cpu", "memory", "shapes", "module", "stack"))
     #: make the trace when a recording stops; False leaves that to ``torch_npu.profiler.profiler.analyse``.
     analysis: bool = True
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.utils.reward_score.functions import RewardFunctionSpec
-from verl.workers.config.keys import NOT_NEGATIVE, Idle, Key, Section, above, at_least, between, key, one_of
+from verl.workers.config.keys import NOT_NEGATIVE, Idle, Key, Section, above, at_least, beside, between, key, one_of
 
 _OVERLONG, _LIMIT = "overlong_buffer_cfg", "max_resp_len"
 # Managers whose work the scoring processes do.
@@ -20,7 +20,7 @@ _NO_PENALTY = Idle(
     "the overlong buffer is not enabled",
     lambda run, own: not any(run.reward_model.contradictions("")) and not run.reward_model.overlong.enable,
 )
-_NO_FUNCTION = Idle("{where}.path is empty", lambda run, own: own.path is None)
+_NO_FUNCTION = beside("path", None)
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from verl.workers.config.keys import SHARE, TRAINED_DTYPES, Idle, Section, Values, at_least, beside, key, one_of
 from verl.workers.config.profiler import NO_PROFILER, ProfilerConfig
 
+_QUANTIZATIONS = Values("expected fp8, dequantize, or leave it out", ("fp8", "dequantize").__contains__)
 _GREEDY = Idle("{where}.do_sample is False: the likeliest token is taken", lambda run, own: not own.do_sample)
 _NO_OLD_LOG_PROBS = Idle(
     "no old log-probs: a step makes one update",
     lambda run, own: not run.needs_old_log_prob and run.trainer.log_samples_freq <= 0,
 )
+_BY_TOKENS = beside("log_prob_use_dynamic_bsz", True)
 _SHARED_RANKS = Idle(
     "actor and rollout share their processes: actor.profiler decides", lambda run, own: not run.has_rollout_ranks
 )
@@ -61,9 +63,7 @@ class RolloutConfig(Section):
     cudagraph_capture_sizes: list[int] | None = None
     #: ``fp8`` keeps linear weights in e4m3 blocks of 128 x 128, quantised as they arrive, and multiplies in FP8 where
     #: the device does; ``dequantize`` widens the weights of an FP8 model; absent means the form of the model's files.
-    quantization: str | None = key(
-        None, Values("expected fp8, dequantize, or leave it out", ("fp8", "dequantize").__contains__)
-    )
+    quantization: str | None = key(None, _QUANTIZATIONS)
     tensor_model_parallel_size: int = 1  #: ranks that split every layer.
     #: replicas of ``tensor_model_parallel_size`` ranks that share experts; absent means all of them, fewer means
     #: several independent engines.
@@ -95,9 +95,7 @@ class RolloutConfig(Section):
     rebalance_interval: int = key(0, Values("give a number of steps, or 0 for never", lambda value: value >= 0))
     enable_rollout_routing_replay: bool = False  #: return the experts of every token, for router replay R3.
     #: samples of one forward pass of the old log-probs on a rank.
-    log_prob_micro_batch_size_per_gpu: int | None = key(
-        None, _NO_OLD_LOG_PROBS, beside("log_prob_use_dynamic_bsz", True)
-    )
+    log_prob_micro_batch_size_per_gpu: int | None = key(None, _NO_OLD_LOG_PROBS, _BY_TOKENS)
     log_prob_use_dynamic_bsz: bool = key(False, _NO_OLD_LOG_PROBS)  #: fill those micro-batches by tokens instead.
     #: packed tokens of such a micro-batch on each rank; a longer sample gets one of its own.
     log_prob_max_token_len_per_gpu: int = key(16384, _NO_OLD_LOG_PROBS, beside("log_prob_use_dynamic_bsz", False))
