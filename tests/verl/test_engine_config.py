@@ -206,10 +206,6 @@ def test_state_on_the_host_and_in_small_dtypes_reaches_the_optimizer() -> None:
             f"{TRANSFORMER}={{cp_comm_type:a2a}} {ENGINE}.context_parallel_size=8",
             "num_attention_heads 4 does not divide over tensor_model_parallel_size 1 times context_parallel_size 8",
         ),
-        (
-            f"{TRANSFORMER}.microbatch_group_size_per_vp_stage=1 {ENGINE}.pipeline_model_parallel_size=2",
-            "must be at least the 2 pipeline stages",
-        ),
         (f"{ENGINE}.virtual_pipeline_model_parallel_size=2", "chunks need at least 2 stages"),
         (f"{ENGINE}.context_parallel_size=3", "world size 8 is not a multiple of TP 1 x PP 1 x CP 3"),
         (f"{ENGINE}={{moe_tp_extend_ep:true,expert_tensor_parallel_size:2}}", "exclude each other"),

@@ -72,11 +72,6 @@ CASES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     (f"{OVERRIDE}.recompute_modules=[mlp]", (FULL,), (f"{OVERRIDE}.recompute_granularity=selective",)),
     (f"{OVERRIDE}.tp_comm_overlap=True", (), (f"{ENGINE}.tensor_model_parallel_size=2",)),
     (f"{OVERRIDE}.cp_comm_type=a2a", (), (f"{ENGINE}.context_parallel_size=2",)),
-    (
-        f"{OVERRIDE}.microbatch_group_size_per_vp_stage=4",
-        (),
-        (f"{ENGINE}.virtual_pipeline_model_parallel_size=2",),
-    ),
     (f"{OVERRIDE}.mtp_loss_scaling_factor=0.3", (), (f"{OVERRIDE}.mtp_num_layers=1",)),
     (f"{OVERRIDE}.moe_aux_loss_coeff=0.1", (f"{OVERRIDE}.moe_router_load_balancing_type=none",), ()),
     (f"{OVERRIDE}.moe_router_load_balancing_type=seq_aux_loss", (), (f"{OVERRIDE}.moe_aux_loss_coeff=0.1",)),

@@ -79,7 +79,6 @@ ELSEWHERE = {
     **dict.fromkeys(("load_weight", "seed"), "tests/verl/test_start_weights.py"),
     "sequence_parallel": "tests/verl/test_accepted_keys.py",  # one value
     "mtp_num_layers": "tests/megatron/test_mtp.py",
-    "main_params_dtype": "tests/verl/test_engine_config.py",  # one value
     **dict.fromkeys(("name", "mode"), "tests/verl/test_accepted_keys.py"),  # one value
     **dict.fromkeys(("n", "prompt_length", "calculate_log_probs"), "tests/verl/test_trainer.py"),
     **dict.fromkeys(

@@ -50,6 +50,7 @@ _FORMS: tuple[tuple[str, str], ...] = (
     (r"give ((?:a number|seconds|numbers)\b.+?)(?:, or leave it out)?$", r"\1"),
     (r"(?:it|bound|[a-z_]+) must be (at least|above) ([\d.]+).*$", r"\1 \2"),
     (r"it must not be negative.*$", "0 or more"),
+    (r"it must be between (.+) and (.+)$", r"\1 to \2"),
     (r"it must divide the (?:\d+ )?([a-z]+).*$", r"divides the \1"),
     (r"[a-z_]+ must lie in (.+)$", r"\1"),
     (r"only '(\w+)' is supported.*$", r"\1"),

@@ -13,6 +13,7 @@ _FLAG = (True, False)
 _MODEL, _ROLES, _ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("model", "*", "rollout"))
 _ENGINE = f"{_ROLES}.megatron"  # the actor's and the reference's
 _OVERRIDE = f"{_ENGINE}.override_transformer_config"
+_STATE = "actor_rollout_ref.actor.optim.override_optimizer_config"
 _OPS = "trainer.train_ops decides which kernels run"
 _NO_CODE = "model directories are never executed"
 _NO_CRITIC = "no estimator here uses a critic network"
@@ -62,6 +63,7 @@ _TABLE: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     (_OVERRIDE, "attention_softmax_in_fp32", (True,), "the softmax is always computed in float32"),
     (_OVERRIDE, "variable_seq_lengths", (True,), "every stage knows the shapes of packed micro-batches"),
     (_OVERRIDE, "seq_length", _ANY, "every micro-batch brings its own length"),
+    (_STATE, "main_params_dtype", ("fp32",), "master weights are float32"),
     (_ROLLOUT, "do_sample", (True,), "training always samples"),
     (_ROLLOUT, "free_cache_engine", (True,), "weights and cache are freed before training"),
     (_ROLLOUT, "load_format", _LOAD_FORMATS, "weights always come from the trainer"),

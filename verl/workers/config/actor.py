@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.workers.config.engine import McoreEngineConfig
-from verl.workers.config.keys import NOT_NEGATIVE, Idle, Section, Values, at_least, beside, key, one_of
+from verl.workers.config.keys import NOT_NEGATIVE, Idle, Section, Values, at_least, beside, between, key, one_of
 from verl.workers.config.optimizer import McoreOptimizerConfig
 from verl.workers.config.profiler import NO_PROFILER, ProfilerConfig
 
@@ -18,7 +18,6 @@ KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 STRAIGHT_THROUGH_KL_TYPES = tuple(f"{kind}+" for kind in KL_TYPES)
 # The losses of this repository; those of a user may read any key.
 _LOSSES = ("vanilla", "gspo", "cispo", "gpg", "clip_cov", "kl_cov", "geo_mean")
-_SHARE = Values("expected 0 to 1", lambda value: 0 <= value <= 1)
 _SWITCH = Values("expected one of auto, true, false", lambda value: value.lower() in ("auto", "true", "false"))
 
 
@@ -86,11 +85,11 @@ class PolicyLossConfig(Section):
     #: ``kl_cov``, ``geo_mean``, or one of the user's.
     loss_mode: str = "vanilla"
     #: the share of tokens that ``clip_cov`` takes out of the loss, at least one token.
-    clip_cov_ratio: float = key(0.0002, _SHARE, _only_of("clip_cov"))
+    clip_cov_ratio: float = key(0.0002, between(0, 1), _only_of("clip_cov"))
     clip_cov_lb: float = key(1.0, _only_of("clip_cov"))  #: the lowest covariance of such a token.
     clip_cov_ub: float = key(5.0, _only_of("clip_cov"))  #: the highest covariance of such a token.
     #: the share of tokens that ``kl_cov`` penalises, at least one token.
-    kl_cov_ratio: float = key(0.0002, _SHARE, _only_of("kl_cov"))
+    kl_cov_ratio: float = key(0.0002, between(0, 1), _only_of("kl_cov"))
     ppo_kl_coef: float = key(0.1, NOT_NEGATIVE, _only_of("kl_cov"))  #: factor of the penalty of ``kl_cov``.
 
 

@@ -172,12 +172,6 @@ class McoreEngineConfig(Section):
                 f"{where}.expert_tensor_parallel_size is {self.expert_tensor_parallel_size}; "
                 "moe_token_dispatcher_type=flex (DeepEP) needs 1"
             )
-        group = self.override_transformer_config.get("microbatch_group_size_per_vp_stage")
-        if isinstance(group, int) and group < self.pipeline_model_parallel_size:
-            yield (
-                f"{where}: microbatch_group_size_per_vp_stage is {group}; it must be at least "
-                f"the {self.pipeline_model_parallel_size} pipeline stages"
-            )
         if self.swap_optimizer and self.optimizer_offload:
             yield f"{where}: swap_optimizer and optimizer_offload exclude each other; choose one"
         try:

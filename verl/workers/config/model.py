@@ -10,6 +10,7 @@ from verl.workers.config.keys import Idle, Section, beside, key
 from verl.workers.config.overrides import MODEL_OVERRIDES
 
 _POSITIONS = "max_position_embeddings"
+_NOT_ENABLED = beside("enable_gradient_checkpointing", False)
 _CHECKPOINTS_NOTHING = Idle(
     "without {where}.gradient_checkpointing_kwargs, override_transformer_config decides what is recomputed",
     lambda run, own: (
@@ -38,9 +39,7 @@ class HFModelConfig(Section):
     #: then be named in the config. A file must exist on every node.
     external_lib: Any = None
     enable_gradient_checkpointing: bool = key(False, _CHECKPOINTS_NOTHING)  #: use ``gradient_checkpointing_kwargs``.
-    gradient_checkpointing_kwargs: GradientCheckpointingConfig = key(
-        GradientCheckpointingConfig, beside("enable_gradient_checkpointing", False)
-    )
+    gradient_checkpointing_kwargs: GradientCheckpointingConfig = key(GradientCheckpointingConfig, _NOT_ENABLED)
     #: ``moe_config.freeze_moe_router``, and ``max_position_embeddings``, by itself or in ``model_config``: a limit of
     #: prompt and response below config.json's.
     override_config: dict[str, Any] = key(dict, members=MODEL_OVERRIDES)

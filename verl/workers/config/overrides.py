@@ -68,9 +68,6 @@ def _has_only_fp32(run: Any, own: Any) -> bool:
 _NOT_FULL = Idle("recompute_granularity is not full", lambda run, own: _granularity(run, own) != "full")
 _NOT_SELECTIVE = Idle("recompute_granularity is not selective", lambda run, own: _granularity(run, own) != "selective")
 _NO_MTP = Idle("mtp_num_layers is 0", lambda run, own: not own.override_transformer_config.get("mtp_num_layers"))
-_NO_VIRTUAL_STAGES = Idle(
-    "there are no virtual stages", lambda run, own: (own.virtual_pipeline_model_parallel_size or 1) == 1
-)
 _NO_BALANCE = Idle(
     "moe_router_load_balancing_type is none", lambda run, own: _balance(own)[0] == "none" and _balance(own)[1]
 )
@@ -109,8 +106,6 @@ _FIELDS = members(
     cp_comm_type=(one_of("p2p", "all_gather", "a2a"), beside("context_parallel_size", 1)),
     #: send latents instead of keys and values, which each rank then computes from them.
     cp_send_latents=(_FLAG, beside("context_parallel_size", 1)),
-    #: micro-batches that a stage runs through one chunk before the next chunk; absent means the number of stages.
-    microbatch_group_size_per_vp_stage=(_count(1), _NO_VIRTUAL_STAGES),
     mtp_num_layers=_count(0),  #: depths of multi-token prediction that are trained; 0 means none.
     mtp_loss_scaling_factor=(_number(0), _NO_MTP),  #: weight of the mean of their losses.
     moe_aux_loss_coeff=(_number(0), _NO_BALANCE),  #: weight of the loss that balances experts.
@@ -171,7 +166,6 @@ OPTIMIZER_OVERRIDES = members(
     pin_cpu_params=(_FLAG, _ON_DEVICE),  #: keep weights on the host in page-locked memory.
     use_precision_aware_optimizer=(_FLAG, _ALL_FP32),  #: allow optimizer state below float32.
     main_grads_dtype=_DTYPE,  #: dtype of the gradients that the optimizer reads.
-    main_params_dtype=one_of("fp32"),  #: dtype of the master weights.
     exp_avg_dtype=_DTYPE,  #: dtype of the first moment.
     exp_avg_sq_dtype=_DTYPE,  #: dtype of the second moment.
     #: what happens if the gradient norm or the loss is NaN or infinite: ``skip`` the step, where the third in a row
