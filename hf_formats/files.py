@@ -2,26 +2,54 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import logging
 import os
+import secrets
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write ``content`` atomically: after a crash ``path`` holds all of it or what it held before.
+def write_atomically(path: Path, write: Callable[[Path], object], is_durable: bool = True) -> None:
+    """Let ``write`` fill a temporary neighbour of ``path``, then rename it into place; missing folders are made.
 
-    One process at a time may write a path: what a killed one left beside it is written over by the next.
+    After a crash ``path`` holds all of it or what it held before, and it is on the disk when this returns unless
+    ``is_durable`` is False, for files that only living processes read. OSError where ``path`` is no file: a folder, or
+    a device, which a rename would replace.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    sync_path(path.parent)
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EISDIR if path.is_dir() else errno.EINVAL, "no file can be written there", str(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name[:200]}.tmp{secrets.token_hex(4)}")  # process ids repeat on other nodes
+    try:
+        write(temporary)
+        if is_durable:
+            sync_path(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    if is_durable:
+        sync_path(path.parent)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """``write_atomically`` for bytes."""
+    write_atomically(path, lambda temporary: temporary.write_bytes(content))
+
+
+def write_text(path: Path, text: str, is_durable: bool = True) -> None:
+    """``write_atomically`` for a UTF-8 text."""
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"), is_durable)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """``write_text`` of ``value`` as indented JSON."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def sync_path(path: Path) -> None:

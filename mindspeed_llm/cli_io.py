@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import os
 import shutil
 import signal
@@ -23,9 +22,9 @@ from rich.progress import DownloadColumn, Progress, TimeElapsedColumn, TransferS
 
 from hf_formats.config import GENERATION_CONFIG
 from hf_formats.end_tokens import with_end_token
-from hf_formats.files import sync_path, try_remove
+from hf_formats.files import sync_path, try_remove, write_json
+from hf_formats.stamps import is_made_from, read_stamp, write_stamp
 
-STAMP_NAME = ".stamp.json"
 MANIFEST_NAME = "manifest.json"
 _FULL_HASH_BYTES = 16 << 20
 _SAMPLES = 256
@@ -75,16 +74,15 @@ def run_once(
     command did not make.
     """
     digests = [[file.name, digest_file(file)] for file in inputs]  # names only: a copy elsewhere is the same input
-    stamp = {"command": command, "arguments": arguments, "inputs": digests}
+    made_from = {"command": command, "arguments": arguments, "inputs": digests}
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        old = _read_stamp(output)
-        if old is None or old.get("command") != command:
+        if read_stamp(output).get("command") != command:
             raise ValueError(f"{output} exists and was not made by {command}; remove it or choose another output path")
-        if all(old.get(key) == value for key, value in stamp.items()) and _outputs_complete(output, old):
+        if is_made_from(output, made_from):
             return False
     with atomic_directory(output) as building:
         build(building)
-        write_json(building / STAMP_NAME, {**stamp, "outputs": _sizes(building)})
+        write_stamp(building, made_from)
     return True
 
 
@@ -103,15 +101,6 @@ def digest_file(file: Path) -> str:
                 stream.seek((size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
                 sha.update(stream.read(_SAMPLE_BYTES))
     return sha.hexdigest()
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write ``value`` as indented JSON, flushed to disk."""
-    with path.open("w", encoding="utf-8") as stream:
-        json.dump(value, stream, indent=2, ensure_ascii=False)
-        stream.write("\n")
-        stream.flush()
-        os.fsync(stream.fileno())
 
 
 def companion_files(hf_dir: Path) -> list[Path]:
@@ -250,21 +239,3 @@ def _is_alive(pid: int) -> bool:
     except OSError as error:
         return not isinstance(error, ProcessLookupError)
     return True
-
-
-def _read_stamp(output: Path) -> dict[str, Any] | None:
-    try:
-        stamp = json.loads((output / STAMP_NAME).read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
-        return None
-    return stamp if isinstance(stamp, dict) else None
-
-
-def _sizes(directory: Path) -> dict[str, int]:
-    files = sorted(path for path in directory.rglob("*") if path.is_file() and path.name != STAMP_NAME)
-    return {str(file.relative_to(directory)): file.stat().st_size for file in files}
-
-
-def _outputs_complete(output: Path, stamp: dict[str, Any]) -> bool:
-    present = _sizes(output)
-    return all(present.get(name) == size for name, size in stamp.get("outputs", {}).items())

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from hf_formats.config import HFModelConfig, read_config_dict, without_quantisation_and_mtp
 from hf_formats.file_region import FileReader
+from hf_formats.files import write_json
 from hf_formats.fp8 import BLOCK, FP8_DTYPE, SCALE_SUFFIX, num_blocks, quantization_problems
 from hf_formats.problems import raise_problems
 from hf_formats.ranges import Ranges
 from hf_formats.safetensors import DTYPE_NAMES, INDEX_NAME, read_directory
 from hf_formats.stored_extras import unread_extras
-from mindspeed_llm.cli_io import atomic_directory, copy_companions, name_end_token, write_json
+from mindspeed_llm.cli_io import atomic_directory, copy_companions, name_end_token
 from mindspeed_llm.conversion.synced_file import SyncedFile
 from mindspeed_llm.hf_shapes import hf_tensors
 from mindspeed_llm.weight_source import Checkpoint, read_region

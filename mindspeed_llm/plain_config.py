@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from hf_formats.config import parse_hf_config, read_config_dict
-from mindspeed_llm.cli_io import companion_files, copy_companions, name_end_token, run_cli, run_once, say, write_json
+from hf_formats.files import write_json
+from mindspeed_llm.cli_io import companion_files, copy_companions, name_end_token, run_cli, run_once, say
 from mindspeed_llm.hf_checkpoint import plain_config
 
 

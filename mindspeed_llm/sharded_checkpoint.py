@@ -15,10 +15,10 @@ from torch import Tensor
 
 from hf_formats.config import HFModelConfig, parse_hf_config
 from hf_formats.file_region import FileReader, FileRegion
+from hf_formats.files import write_json
 from hf_formats.problems import raise_problems, shown_names
 from hf_formats.ranges import Ranges, relative
 from megatron.core.parallel_layout import ParallelLayout, RankCoords
-from mindspeed_llm.cli_io import write_json
 from mindspeed_llm.saved_tensor import saved_content
 from mindspeed_llm.weight_plan import NAMINGS, Naming, Shard, TensorPlan, local_plan
 from mindspeed_llm.weight_source import PlannedCheckpoint, hf_view, read_region

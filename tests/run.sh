@@ -89,7 +89,7 @@ join() {
 }
 
 step "adaptations"
-"$PY" -m tools.adaptations --check
+"$PY" -m tools.workshop.adaptations --check
 
 if [ "$which" = quick ]; then
     "$PY" -m pytest "${selected[@]}" "$@" >"$output" 2>&1 &

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm.ops.cpu.build import instructions
+from hf_formats.cpu_kernels import instructions
 
 COMPILER = """#!/bin/sh
 for argument; do

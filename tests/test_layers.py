@@ -20,7 +20,7 @@ EVERYTHING = {
     "hf_formats",
 }  # fmt: skip
 MAY_IMPORT = {
-    "recipes": EVERYTHING - {"tests"},
+    "recipes": EVERYTHING - {"tests", "tools"},
     "verl": {"megatron", "vllm", "mindspeed_llm", "hf_formats"},
     "vllm": {"hf_formats"},
     "vllm_ascend": {"vllm", "hf_formats"},

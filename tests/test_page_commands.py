@@ -21,12 +21,12 @@ from pathlib import Path
 
 import pytest
 
-from recipes.common.launcher.job import resolve_config
-from recipes.common.launcher.settings import read_settings, variables
 from recipes.common.recipe import load_recipe
 from tests.pages import ROOT, users_environment
 from tests.system import test_page_runs as page_runs
 from tests.test_pages import PAGES as EVERY_PAGE
+from tools.launch.job import resolve_config
+from tools.launch.settings import read_settings, variables
 from verl.trainer.config import load_config, validate_config
 
 PAGES = sorted([ROOT / "README.md", ROOT / "README.zh.md", *(ROOT / "docs").glob("*.md")])
@@ -64,11 +64,11 @@ HELD = {
     r"python recipes/dapo_qwen3_moe/dapo_math\.py .*": "tests/recipes/test_dapo_qwen3_moe.py",
     r"python recipes/r1_dynamic_sampling/prompt_data\.py .*": "tests/recipes/test_r1_dynamic_sampling.py",
     r"python -m recipes\.common\.base_model.*": "tests/recipes/test_base_model.py",
-    r"python -m recipes\.common\.launch .*": "tests/system/test_six_commands.py",
+    r"python -m tools\.launch .*": "tests/system/test_six_commands.py",
     r"python -m verl\.trainer\.main_ppo.*": "tests/system/test_bad_input.py",
     r"bash tests/.*": f"{NOT_RUN}it runs these tests",
     r"python -m pytest .*": f"{NOT_RUN}these are tests themselves",
-    r"python -m tools\.gpu_day .*": "tests/tools/test_gpu_day.py",
+    r"python -m tools\.workshop\.gpu_day .*": "tests/tools/test_gpu_day.py",
     r"python -m tests\.parallel\.layout_table": "tests/parallel/test_layout_table.py",
     r"(STACK=cann82 )?bash tools/setup_env\.sh.*": "tests/tools/test_setup_env.py",
     r"source .*": f"{NOT_RUN}it changes the shell that calls it; tests/tools/test_setup_env.py makes what it reads",
@@ -81,16 +81,16 @@ HELD = {
     r"python -m tools\.download .*": f"{NETWORK}on a hub of its own: tests/tools/test_download.py",
     r"python -m tools\.regrade LEDGER .*": "tests/system/test_page_runs.py",
     r"python -m tools\.(report|viewer RUN_DIR)": "tests/system/test_page_runs.py",
-    r"python -m tools\.reference --write.*": "tests/tools/test_reference.py",
-    r"python -m tools\.adaptations.*": "tests/tools/test_adaptations.py",
+    r"python -m tools\.workshop\.reference --write.*": "tests/tools/test_reference.py",
+    r"python -m tools\.workshop\.adaptations.*": "tests/tools/test_adaptations.py",
     r"python -m tools\.subtree rebase .*": "tests/tools/test_subtree_rebase.py",
     r"python -m tools\.subtree .*": "tests/tools/test_subtree.py",
     r"python -m tools\.plan\.timing\.calibrate.*": "tests/tools/plan/test_timing_predictions.py",
     r"python -m tools\.plan\.op_costs.*": "tests/tools/plan/test_op_costs.py",
     r"python -m tools\.plan.*": "tests/tools/plan/test_explain.py",
-    r"python -m tools\.bench\.(algorithms|schedules).*": "tests/tools/test_bench_algorithms.py",
-    r"python -m tools\.bench\.rollout.*": "tests/tools/test_bench_rollout.py",
-    r"python -m tools\.bench\..*": "tests/tools/test_bench.py",
+    r"python -m tools\.workshop\.bench\.(algorithms|schedules).*": "tests/tools/test_bench_algorithms.py",
+    r"python -m tools\.workshop\.bench\.rollout.*": "tests/tools/test_bench_rollout.py",
+    r"python -m tools\.workshop\.bench\..*": "tests/tools/test_bench.py",
     r"python -m mindspeed\.profiler DIR": "tests/npu/test_r1_zero.py",
     r"python -m mindspeed_llm\.(fp8_cast_bf16|fp8_quantize|plain_config|convert_ckpt_torch_dist).*": (
         "tests/system/test_page_runs.py"

@@ -18,13 +18,13 @@ PACKAGES = (
 # What our own code calls by a name that it puts together, or runs as a file.
 BY_STRING = {
     "megatron.core.dist_checkpointing.write_process": ("main",),  # in a new process
-    "recipes.common.launcher.parent_death": ("main",),
+    "hf_formats.parent_death": ("main",),
     "recipes.r1_zero.deepscaler": (),  # the reward of the recipe's config
-    "tools.bench.engines.engine_server": (),
-    "tools.bench.engines.op_profile": (),
-    "tools.bench.engines.rollout_engines": (),
-    "tools.bench.engines.step_engines": (),
-    "tools.bench.engines.train_engines": (),
+    "tools.workshop.bench.engines.engine_server": (),
+    "tools.workshop.bench.engines.op_profile": (),
+    "tools.workshop.bench.engines.rollout_engines": (),
+    "tools.workshop.bench.engines.step_engines": (),
+    "tools.workshop.bench.engines.train_engines": (),
     "tools.no_wheel": (),  # pip's hook in pyproject.toml
     "verl.utils.reward_score.sandbox.inside.jail": (),  # a graded program's own process
     "verl.utils.reward_score.sandbox.inside.privileges": (),

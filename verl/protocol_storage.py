@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from hf_formats.files import write_atomically
 from verl.utils.errors import BatchError
 
 # What workers report about a call, as opposed to what the batch is: parts may differ in it.
@@ -186,12 +188,12 @@ def write_content(
         "non_tensor_batch": {key: to_plain(array, key) for key, array in arrays.items()},
         "meta_info": {key: to_plain(value, key) for key, value in settings.items()},
     }
-    temporary = f"{filepath}.tmp{os.getpid()}"
-    with open(temporary, "wb") as file:
+    write_atomically(Path(filepath), lambda temporary: _save(content, temporary))
+
+
+def _save(content: dict[str, Any], path: Path) -> None:
+    with path.open("wb") as file:  # given a path, torch writes its name into the file
         torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, filepath)
 
 
 def read_content(filepath: str) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:

@@ -12,9 +12,10 @@ from typing import Any, BinaryIO, ClassVar
 
 import torch
 
+from hf_formats.files import write_json
 from hf_formats.fp8 import FP8_DTYPE, QUANTIZATION_CONFIG, SCALE_SUFFIX, is_quantized, num_blocks
 from hf_formats.safetensors import DTYPE_NAMES, INDEX_NAME
-from mindspeed_llm.cli_io import copy_companions, name_end_token, write_json
+from mindspeed_llm.cli_io import copy_companions, name_end_token
 from mindspeed_llm.conversion.writer import ByteSlabs, FileRecord, Form, StoredTensor
 from mindspeed_llm.hf_shapes import always_fp32, packed
 from mindspeed_llm.weight_plan import Shard, TensorPlan

@@ -18,10 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_formats.cpu_kernels import instructions, target_flags
 from hf_formats.fp8 import BLOCK, Fp8Blocks, row_scales
 from hf_formats.native_build import NativeBuild, compiler_of
-from megatron.core.ops.cpu.build import target_flags
-from megatron.core.ops.cpu.instructions import instructions
 from mindspeed_llm.weight_source import CopyValues, Origin, copy_values
 
 logger = logging.getLogger(__name__)

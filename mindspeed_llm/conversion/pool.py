@@ -7,7 +7,6 @@ that all share; here each has a pipe of its own.
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -16,9 +15,10 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Generic, TypeVar, cast
 
+from hf_formats.parent_death import end_with_parent
+
 Result = TypeVar("Result")
 Work = Callable[[str, Callable[[int], None]], Result]
-_PR_SET_PDEATHSIG = 1
 _TERMINATE_S = 5
 
 
@@ -92,10 +92,7 @@ class _Pool(Generic[Result]):
 
 def _serve(work: Work[Result], pipe: Connection, parent: int) -> None:
     """A worker's life: it waits for a task, unblocked by one or by the closed pipe; it dies with its parent."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        return
+    end_with_parent(parent, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted too, and terminates us
     if torch := sys.modules.get("torch"):  # work that computes has imported it by now
         torch.set_num_threads(1)

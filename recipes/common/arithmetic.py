@@ -14,7 +14,7 @@ from typing import Any
 if not __package__:  # run by its path: the repository's packages must be found
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from recipes.common.atomic_files import write_text_atomically
+from hf_formats.files import write_text
 from recipes.common.data_scripts import run_data_script
 from recipes.common.options import DataScriptParser
 
@@ -71,7 +71,7 @@ def solution_of_row(row: dict[str, Any], instruction: str) -> str:
 
 def write_json_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """One row a line, atomically."""
-    write_text_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
+    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def write_sides(output_dir: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -87,7 +87,7 @@ def write_json(output: Path, num_problems: int, seed: int) -> list[str] | None:
     text = json.dumps(make_set(num_problems, seed), indent=1) + "\n"
     if output.is_file() and output.read_text(encoding="utf-8") == text:
         return None
-    write_text_atomically(output, text)
+    write_text(output, text)
     return [f"wrote {num_problems} arithmetic problems to {output}"]
 
 

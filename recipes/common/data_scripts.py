@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from recipes.common.atomic_files import write_atomically, write_text_atomically
+from hf_formats.files import write_atomically
+from hf_formats.stamps import files_in
 
 MAX_REPORTED = 10
-STAMP_NAME = ".stamp.json"
 
 
 def run_data_script(convert: Callable[[], Sequence[str] | None], output_dir: Path) -> int:
@@ -110,25 +110,8 @@ def digest_of(settings: Mapping[str, Any], inputs: Iterable[Path]) -> str:
     """Hex digest of a stage's settings and of the content of its input files, which may be copied or fetched again."""
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
     for path in inputs:
-        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-            if file.is_file() and file.name != STAMP_NAME:
-                with file.open("rb") as stream:
-                    content = hashlib.file_digest(stream, "sha256").hexdigest()
-                digest.update(f"{file.name}:{content}".encode())
+        for file in files_in(path):
+            with file.open("rb") as stream:
+                content = hashlib.file_digest(stream, "sha256").hexdigest()
+            digest.update(f"{file.name}:{content}".encode())
     return digest.hexdigest()
-
-
-def is_current(out_dir: Path, digest: str) -> bool:
-    """Whether ``out_dir`` carries a stamp of this digest and every file that the stamp names still has its size."""
-    try:
-        stamp = json.loads((out_dir / STAMP_NAME).read_text(encoding="utf-8"))
-        sizes = {name: (out_dir / name).stat().st_size for name in stamp["files"]}
-        return bool(stamp["digest"] == digest and sizes == stamp["files"])
-    except (OSError, json.JSONDecodeError, KeyError, TypeError):
-        return False  # a damaged stamp proves nothing: do the stage again
-
-
-def write_stamp(out_dir: Path, digest: str, files: Iterable[Path]) -> None:
-    """Declare the output complete: write ``files`` with their sizes and the digest. Call it last."""
-    sizes = {str(path.relative_to(out_dir)): path.stat().st_size for path in sorted(files)}
-    write_text_atomically(out_dir / STAMP_NAME, json.dumps({"digest": digest, "files": sizes}, indent=1) + "\n")

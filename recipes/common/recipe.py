@@ -12,11 +12,24 @@ from recipes.common.tiny_models import DEEPSEEK_V3, TinyModel
 
 if TYPE_CHECKING:
     from recipes.common.corpus import CorpusStyle
-    from recipes.common.launcher.job import Job
-    from recipes.common.launcher.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "recipes"
+
+
+@dataclass(frozen=True)
+class RecipeInputs:
+    """What a run gives a recipe's functions: where its data goes, the seed, and what the user named, None or "" if not.
+
+    ``max_prompt_length`` is the config's, in tokens; None before the config is resolved.
+    """
+
+    data_dir: Path
+    seed: int
+    input_path: Path | None = None
+    eval_input: str = ""
+    model_path: Path | None = None
+    max_prompt_length: int | None = None
 
 
 @dataclass(frozen=True)
@@ -26,7 +39,7 @@ class Recipe:
     ``input_variable`` is the environment variable that names the data; ``input_default`` and ``input_meaning`` describe
     it in --help. ``check_input(path)`` raises ValueError for its faults, before anything starts. Where it is not set,
     ``problems_module`` generates problems as ``problems_output`` in the folder of the data. From either,
-    ``data_module`` with ``data_arguments(job, path)`` makes ``data/train.parquet`` and ``data/test.parquet``.
+    ``data_module`` with ``data_arguments(inputs, path)`` makes ``data/train.parquet`` and ``data/test.parquet``.
     ``accelerators`` are the devices on which ``full_config`` is the default. A recipe with ``cpu_config`` takes any
     model, also by its name on a hub: without MODEL_PATH it is ``tiny_config`` everywhere, with it ``cpu_config`` on a
     CPU; its data is then ``hub_input``, a name of tools.download and the folder in what arrives, unless the user names
@@ -52,7 +65,7 @@ class Recipe:
     problems_module: str
     problems_output: str
     data_module: str
-    data_arguments: Callable[[Job, Path], Sequence[object]]
+    data_arguments: Callable[[RecipeInputs, Path], Sequence[object]]
     shards: Literal["mp_rank", "torch_dist"] = "mp_rank"
     converts_back: bool = False
     tiny_model: TinyModel = DEEPSEEK_V3
@@ -61,7 +74,7 @@ class Recipe:
     eval_variable: str | None = None
     eval_default: str = ""
     eval_problems: Callable[[str], list[str]] = lambda text: []
-    eval_sets: Callable[[Settings], tuple[str, ...]] = lambda settings: ()
+    eval_sets: Callable[[RecipeInputs], tuple[str, ...]] = lambda inputs: ()
 
     def default_config(self, accelerator: str, has_model: bool) -> str:
         """The config where the user names none, on this machine with or without MODEL_PATH."""

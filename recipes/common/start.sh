@@ -18,7 +18,7 @@ case " $* " in
     *" -h "* | *" --help "*)
         python="$VENV_DIR/bin/python"
         [ -x "$python" ] || python="$(bash tools/setup_env.sh python)"
-        exec "$python" -m recipes.common.launch "$RECIPE" "$@"
+        exec "$python" -m tools.launch "$RECIPE" "$@"
         ;;
 esac
 
@@ -73,7 +73,7 @@ else
 fi
 
 export RECIPE_SCRIPT_PID=$$
-LD_PRELOAD="$preload" "$VENV_DIR/bin/python" -m recipes.common.launch "$RECIPE" "$@" &
+LD_PRELOAD="$preload" "$VENV_DIR/bin/python" -m tools.launch "$RECIPE" "$@" &
 launcher=$!
 trap 'kill -TERM "$launcher" 2>/dev/null || true' TERM HUP
 trap 'kill -INT "$launcher" 2>/dev/null || true' INT

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.common.atomic_files import write_text_atomically
+from hf_formats.files import write_text
 
 BOS, EOS, PAD = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>"
 USER, ASSISTANT = "<｜User｜>", "<｜Assistant｜>"
@@ -117,7 +117,7 @@ def write_tokenizer(
     saved = json.loads(tokenizer.to_str())
     for token in saved["added_tokens"]:
         token["special"] = token["content"] in form.special  # decoding must not drop the tags
-    write_text_atomically(out_dir / "tokenizer.json", json.dumps(saved, ensure_ascii=False, indent=1) + "\n")
+    write_text(out_dir / "tokenizer.json", json.dumps(saved, ensure_ascii=False, indent=1) + "\n")
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": form.bos,
@@ -130,7 +130,7 @@ def write_tokenizer(
         "model_max_length": model_max_length,
         "chat_template": form.template,
     }
-    write_text_atomically(out_dir / "tokenizer_config.json", json.dumps(config, ensure_ascii=False, indent=1) + "\n")
+    write_text(out_dir / "tokenizer_config.json", json.dumps(config, ensure_ascii=False, indent=1) + "\n")
 
 
 def _without(whole_tokens: Sequence[str], texts: Iterable[str]) -> Iterable[str]:

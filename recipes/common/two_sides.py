@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from hf_formats.stamps import is_made_from, write_stamp
 from recipes.common import data_scripts
 from recipes.common.options import INPUT, DataScriptParser, user_path
 
@@ -86,8 +87,8 @@ class QuestionForm:
         own = [str(path) for side in SIDES for path in files[side] if path.resolve() == outputs[side].resolve()]
         if own:
             raise ValueError(f"--output_dir {local_dir}: {' and '.join(own)} would be replaced; choose another folder")
-        digest = data_scripts.digest_of(self.settings, chain.from_iterable(files.values()))
-        if data_scripts.is_current(local_dir, digest):
+        made_from = {"digest": data_scripts.digest_of(self.settings, chain.from_iterable(files.values()))}
+        if is_made_from(local_dir, made_from):
             return None
         rows = {}
         for side in SIDES:
@@ -98,7 +99,7 @@ class QuestionForm:
             rows[side] = data_scripts.usable_rows(found, ", ".join(map(str, files[side])))
         for side in SIDES:
             data_scripts.write_parquet(rows[side], outputs[side], self.carried, self.extra_texts)
-        data_scripts.write_stamp(local_dir, digest, outputs.values())
+        write_stamp(local_dir, made_from, outputs.values())
         return {side: len(rows[side]) for side in SIDES}
 
     def main(self, description: str | None, default_dir: str, argv: list[str] | None = None) -> int:

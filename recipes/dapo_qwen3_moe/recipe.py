@@ -41,6 +41,6 @@ RECIPE = Recipe(
     problems_module="recipes.dapo_qwen3_moe.arithmetic",
     problems_output="arithmetic",
     data_module="recipes.dapo_qwen3_moe.dapo_math",
-    data_arguments=lambda job, input_dir: ("--input_dir", input_dir, "--local_dir", job.settings.data_dir),
+    data_arguments=lambda inputs, input_dir: ("--input_dir", input_dir, "--local_dir", inputs.data_dir),
     shards="torch_dist",
 )

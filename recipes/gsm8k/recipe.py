@@ -33,5 +33,5 @@ RECIPE = Recipe(
     problems_module="recipes.gsm8k.word_problems",
     problems_output="word_problems",
     data_module="recipes.gsm8k.gsm8k",
-    data_arguments=lambda job, input_dir: ("--input_dir", input_dir, "--local_dir", job.settings.data_dir),
+    data_arguments=lambda inputs, input_dir: ("--input_dir", input_dir, "--local_dir", inputs.data_dir),
 )

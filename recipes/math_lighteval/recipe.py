@@ -39,7 +39,7 @@ RECIPE = Recipe(
     problems_module="recipes.math_lighteval.arithmetic",
     problems_output="arithmetic",
     data_module="recipes.math_lighteval.math_lighteval",
-    data_arguments=lambda job, input_dir: ("--input_dir", input_dir, "--local_dir", job.settings.data_dir),
+    data_arguments=lambda inputs, input_dir: ("--input_dir", input_dir, "--local_dir", inputs.data_dir),
     shards="torch_dist",
     converts_back=True,
 )

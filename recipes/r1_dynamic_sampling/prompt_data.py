@@ -11,6 +11,7 @@ from typing import Any
 if not __package__:  # run by its path: the repository's packages must be found
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from hf_formats.stamps import is_made_from, write_stamp
 from recipes.common import data_scripts
 from recipes.common.options import DataScriptParser, user_path
 
@@ -72,8 +73,8 @@ def convert(
     inputs = [prompt_data, *eval_sets.values()]
     if missing := [f"{file}: no such file" for file in inputs if not file.is_file()]:
         raise ValueError("\n".join(missing))
-    digest = data_scripts.digest_of(settings, inputs)
-    if data_scripts.is_current(local_dir, digest):
+    made_from = {"digest": data_scripts.digest_of(settings, inputs)}
+    if is_made_from(local_dir, made_from):
         return None
     rows = {"train": read_lines(prompt_data, input_key, label_key, prompt_data.stem)}
     for name, file in eval_sets.items():
@@ -88,7 +89,7 @@ def convert(
         rows["train"] = rows["train"][:-held_out]
     for name, path in outputs.items():
         data_scripts.write_parquet(rows[name], path)
-    data_scripts.write_stamp(local_dir, digest, outputs.values())
+    write_stamp(local_dir, made_from, outputs.values())
     return {name: len(rows[name]) for name in outputs}
 
 

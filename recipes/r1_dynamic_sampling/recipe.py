@@ -5,18 +5,12 @@ from __future__ import annotations
 import shlex
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from recipes.common import arithmetic
 from recipes.common.corpus import CorpusStyle
-from recipes.common.recipe import Recipe
+from recipes.common.recipe import Recipe, RecipeInputs
 from recipes.r1_dynamic_sampling.arithmetic import EVAL_SETS, INSTRUCTION
 from recipes.r1_dynamic_sampling.prompt_data import HELD_OUT_SET, set_pairs
-
-if TYPE_CHECKING:
-    from recipes.common.launcher.job import Job
-    from recipes.common.launcher.settings import Settings
-
 
 CORPUS = CorpusStyle(
     well_formed="<think>{thought}</think>The answer is \\boxed{{{answer}}}.",
@@ -47,20 +41,20 @@ def eval_problems(text: str) -> list[str]:
     return [f"EVAL_PROMPT_DATA: {name}: {path}: no such file" for name, path in sets.items() if not path.is_file()]
 
 
-def eval_sets(settings: Settings) -> tuple[str, ...]:
+def eval_sets(inputs: RecipeInputs) -> tuple[str, ...]:
     """Names of the sets in ``data/eval``: given, generated, or held out from PROMPT_DATA."""
-    if settings.eval_input:
-        return tuple(shlex.split(settings.eval_input)[::2])
-    return EVAL_SETS if settings.input_path is None else (HELD_OUT_SET,)
+    if inputs.eval_input:
+        return tuple(shlex.split(inputs.eval_input)[::2])
+    return EVAL_SETS if inputs.input_path is None else (HELD_OUT_SET,)
 
 
-def data_arguments(job: Job, source: Path) -> list[object]:
+def data_arguments(inputs: RecipeInputs, source: Path) -> list[object]:
     """The options of ``prompt_data``; generated problems are a folder with a file of prompts and one of each set."""
-    words: list[object] = [*shlex.split(job.settings.eval_input)]
-    if job.settings.input_path is None:
+    words: list[object] = [*shlex.split(inputs.eval_input)]
+    if inputs.input_path is None:
         words = words or [word for name in EVAL_SETS for word in (name, source / f"{name}.jsonl")]
         source = source / "prompts.jsonl"
-    arguments: list[object] = ["--prompt_data", source, "--local_dir", job.settings.data_dir]
+    arguments: list[object] = ["--prompt_data", source, "--local_dir", inputs.data_dir]
     return [*arguments, "--eval_prompt_data", *words] if words else arguments
 
 

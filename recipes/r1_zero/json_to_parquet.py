@@ -13,9 +13,10 @@ from typing import Any
 if not __package__:  # run by its path: the repository's packages must be found
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from hf_formats.files import write_text
+from hf_formats.stamps import is_made_from, write_stamp
 from hf_formats.tokenizer import load_tokenizer
-from recipes.common.atomic_files import write_text_atomically
-from recipes.common.data_scripts import digest_of, is_current, run_data_script, verl_row, write_parquet, write_stamp
+from recipes.common.data_scripts import digest_of, run_data_script, verl_row, write_parquet
 from recipes.common.options import DataScriptParser, user_path
 
 DATA_SOURCE = "deepscaler"
@@ -175,8 +176,8 @@ def convert(
     rows = read_rows(json_path)
     settings = {"form": FORM_VERSION, "template": SYSTEM_TEMPLATE, "ratio": train_data_ratio, "seed": seed}
     settings |= {"tokenizer": tokenizer, "max_prompt_length": max_prompt_length}
-    digest = digest_of(settings, [json_path])
-    if is_current(output_dir, digest):
+    made_from = {"digest": digest_of(settings, [json_path])}
+    if is_made_from(output_dir, made_from):
         return None
     report = DataReport(str(json_path), rows_read=len(rows))
     items = [usable_row(index, row) for index, row in enumerate(rows)]
@@ -191,8 +192,8 @@ def convert(
     files = [output_dir / name for name in ("train.parquet", "test.parquet", "data_report.json")]
     _write_side(train, "train", files[0])
     _write_side(test, "test", files[1])
-    write_text_atomically(files[2], json.dumps(asdict(report), indent=1, ensure_ascii=False) + "\n")
-    write_stamp(output_dir, digest, files)
+    write_text(files[2], json.dumps(asdict(report), indent=1, ensure_ascii=False) + "\n")
+    write_stamp(output_dir, made_from, files)
     return report
 
 

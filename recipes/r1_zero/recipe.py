@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from recipes.common.corpus import CorpusStyle
-from recipes.common.recipe import Recipe
+from recipes.common.recipe import Recipe, RecipeInputs
 from recipes.r1_zero.deepscaler import TAGS
 from recipes.r1_zero.json_to_parquet import SYSTEM_TEMPLATE, read_rows
-
-if TYPE_CHECKING:
-    from recipes.common.launcher.job import Job
 
 
 def solution_of(row: dict[str, Any]) -> str:
@@ -40,13 +37,12 @@ CORPUS = CorpusStyle(
 )
 
 
-def data_arguments(job: Job, json_path: Path) -> list[object]:
+def data_arguments(inputs: RecipeInputs, json_path: Path) -> list[object]:
     """The options of ``json_to_parquet``, which drops prompts that are too long where a tokenizer is given."""
-    settings = job.settings
-    arguments = ["--json_path", json_path, "--output_dir", settings.data_dir]
-    arguments += ["--train_data_ratio", 0.9, "--seed", settings.seed]
-    if settings.model_path is not None:
-        arguments += ["--tokenizer", settings.model_path, "--max_prompt_length", job.config.data.max_prompt_length]
+    arguments = ["--json_path", json_path, "--output_dir", inputs.data_dir]
+    arguments += ["--train_data_ratio", 0.9, "--seed", inputs.seed]
+    if inputs.model_path is not None:
+        arguments += ["--tokenizer", inputs.model_path, "--max_prompt_length", inputs.max_prompt_length]
     return arguments
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tools import adaptations, marks, removals
+from tools import marks
+from tools.workshop import adaptations, removals
 
 ROOT = marks.ROOT
 FOUND, PROBLEMS = marks.collect(ROOT)

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from hf_formats.tokenizer import load_tokenizer, tokenizer_problem
-from recipes.common.launcher.checks import model_problems
 from recipes.r1_zero.json_to_parquet import Problem, prompt_lengths
 from tests.hf_formats.own_code import SPECIAL, TOKENS, write_own_code_tokenizer
 from tests.mindspeed_llm.tiny import tiny_hf_config
@@ -19,6 +18,7 @@ from tests.vllm.serving import write_served_checkpoint
 from tools.doctor import model
 from tools.doctor.__main__ import examine
 from tools.doctor.finding import Options
+from tools.launch.checks import model_problems
 from verl.utils.tokenizer import hf_tokenizer
 from vllm import LLM
 from vllm.entrypoints.openai.api_server import main as serve

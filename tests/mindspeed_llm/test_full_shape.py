@@ -13,8 +13,8 @@ import pytest
 from hf_formats.config import parse_hf_config
 from mindspeed_llm.conversion.hf_writer import published, published_config
 from mindspeed_llm.hf_shapes import hf_tensors
-from tools.bench.models import deepseek_v3_config
-from tools.bench.published_checkpoint import NUM_FILES, write_published_checkpoint
+from tools.workshop.bench.models import deepseek_v3_config
+from tools.workshop.bench.published_checkpoint import NUM_FILES, write_published_checkpoint
 
 LAYOUT = [
     *("--target-tensor-parallel-size", "4", "--target-pipeline-parallel-size", "8"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from recipes.common.launcher.ray_node import npu_variables
+from tools.launch.ray_node import npu_variables
 from verl.trainer.config import PPOTrainerConfig, validate_config
 
 

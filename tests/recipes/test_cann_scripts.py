@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from recipes.common import launch
-from recipes.common.launcher.job import Job, resolve_config
-from recipes.common.launcher.settings import read_settings
-from recipes.common.launcher.stages import stages
 from recipes.common.recipe import ROOT, load_recipe
 from tests.mindspeed_llm.test_weight_plan import DEEPSEEK_V3
 from tests.recipes.seed_table import check_table, table_after
+from tools.launch import __main__ as launch
+from tools.launch.job import Job, resolve_config
+from tools.launch.settings import read_settings
+from tools.launch.stages import stages
 from verl.trainer.config import PPOTrainerConfig, load_config, validate_config
 
 RECIPE = load_recipe("r1_zero")
@@ -203,7 +203,7 @@ def test_the_scripts_start_the_launcher_with_their_configs(tmp_path: Path, scrip
     environment = kept | {"SETUP": "no", "VENV_DIR": str(tmp_path)}
     done = subprocess.run(["bash", str(path), "--help"], env=environment, capture_output=True, text=True, check=True)
     folder = ROOT / "outputs" / "random_init" if config.endswith("tiny") else ""
-    assert done.stdout == f"{config}; {folder}; -m recipes.common.launch r1_zero --help\n"
+    assert done.stdout == f"{config}; {folder}; -m tools.launch r1_zero --help\n"
 
 
 @pytest.mark.slow

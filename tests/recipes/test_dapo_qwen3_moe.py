@@ -14,7 +14,6 @@ import pytest
 
 from hf_formats.config import load_hf_config, parse_hf_config
 from mindspeed_llm.weight_plan import plan_problems
-from recipes.common import launch
 from recipes.common.recipe import ROOT, load_recipe
 from recipes.common.tiny_models import QWEN3_MOE
 from recipes.dapo_qwen3_moe.arithmetic import AFTER, BEFORE, published_row, write_set
@@ -24,6 +23,7 @@ from recipes.dapo_qwen3_moe.reward import compute_score
 from tests.recipes.seed_table import Row, check_table
 from tests.recipes.test_math_answers import REAL_DATA
 from tests.verl.test_upstream_scripts import script_arguments
+from tools.launch import __main__ as launch
 from tools.plan.setup import MODELS
 from verl.trainer.command_line import read_command_line
 from verl.trainer.config import PPOTrainerConfig, compose_config, load_config, resolve_config, validate_config

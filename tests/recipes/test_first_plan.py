@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from recipes.common import launch
-from recipes.common.launcher.first_plan import (
+from recipes.common.recipe import load_recipe
+from tests.compiler import needs_compiler
+from tools.launch import __main__ as launch
+from tools.launch.first_plan import (
     FITS,
     FirstPlan,
     cpu_profile,
@@ -20,10 +22,8 @@ from recipes.common.launcher.first_plan import (
     npu_profile,
     plan_command,
 )
-from recipes.common.launcher.job import Job, resolve_config
-from recipes.common.launcher.settings import read_settings
-from recipes.common.recipe import load_recipe
-from tests.compiler import needs_compiler
+from tools.launch.job import Job, resolve_config
+from tools.launch.settings import read_settings
 from tools.plan.__main__ import main as plan_main
 from tools.plan.devices import GIB, load_device
 

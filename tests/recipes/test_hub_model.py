@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from recipes.common import launch
-from recipes.common.launcher.checks import hub_problems
-from recipes.common.launcher.hub import fetch_model, hub_name
-from recipes.common.launcher.job import Job, resolve_config
-from recipes.common.launcher.settings import Settings, read_settings
-from recipes.common.launcher.stages import stages
 from recipes.common.recipe import ROOT, load_recipe
 from recipes.common.tiny_models import QWEN3
 from tests.tools.test_download import hub
 from tools.download import PACKAGES
+from tools.launch import __main__ as launch
+from tools.launch.checks import hub_problems
+from tools.launch.hub import fetch_model, hub_name
+from tools.launch.job import Job, resolve_config
+from tools.launch.settings import Settings, read_settings
+from tools.launch.stages import stages
 
 NAME = "Qwen/Qwen3-0.6B"
 FILES = {"tokenizer.json": b"{}", "tokenizer_config.json": b"{}", "model.safetensors": b"weights"}
@@ -38,7 +38,7 @@ def run_on(endpoint: str, tmp_path: Path, *arguments: str) -> subprocess.Complet
 def test_a_plan_needs_the_description_alone(tmp_path: Path) -> None:
     content = {"config.json": json.dumps(QWEN3.config).encode(), **FILES}
     with hub({f"models/{NAME}": content, NAME: content}) as endpoint:
-        done = run_on(endpoint, tmp_path, "-m", "recipes.common.launch", "gsm8k", "--print-plan")
+        done = run_on(endpoint, tmp_path, "-m", "tools.launch", "gsm8k", "--print-plan")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Plan: gsm8k_cpu on 1 x 1 cpu devices" in done.stdout
     fetched = tmp_path / "out" / "hub" / "Qwen--Qwen3-0.6B"
@@ -50,7 +50,7 @@ def test_without_a_hub_nothing_starts(tmp_path: Path) -> None:
     """The launcher lists this ValueError, as every other."""
     call = f"fetch_model({NAME!r}, 'huggingface', Path({str(tmp_path)!r}), True)"
     with hub({}) as endpoint:
-        done = run_on(endpoint, tmp_path, "-c", f"from recipes.common.launcher.hub import *; {call}")
+        done = run_on(endpoint, tmp_path, "-c", f"from tools.launch.hub import *; {call}")
     expected = (
         f"ValueError: MODEL_PATH {NAME}: no such directory here, and huggingface does not give a model of that name ("
     )

@@ -18,15 +18,16 @@ import psutil
 import pytest
 from rich.console import Console
 
-from recipes.common import launch
-from recipes.common.launcher import checks, hostfile, network, nodes, ray_node
-from recipes.common.launcher.job import FREE_PORT, Job, resolve_config
-from recipes.common.launcher.node_run import NodeRun
-from recipes.common.launcher.output_dir import archive_other_training, only_run, shared_token, training_identity
-from recipes.common.launcher.processes import OwnProcesses
-from recipes.common.launcher.settings import NodeRole, Settings, find_role, read_settings, variables
-from recipes.common.launcher.stages import driver_stage, stages
 from recipes.common.recipe import ROOT, load_recipe, recipe_names
+from tools.launch import __main__ as launch
+from tools.launch import checks, hostfile, network, nodes, ray_node
+from tools.launch.head_run import HeadRun
+from tools.launch.job import FREE_PORT, Job, resolve_config
+from tools.launch.output_dir import archive_other_training, only_run, shared_token, training_identity
+from tools.launch.processes import OwnProcesses
+from tools.launch.roles import NodeRole, find_role
+from tools.launch.settings import Settings, read_settings, variables
+from tools.launch.stages import driver_stage, stages
 from verl.trainer.config.override_text import override
 from verl.utils.net_utils import free_ports
 from verl.utils.trackers import TRACKERS
@@ -136,7 +137,7 @@ def test_a_path_that_no_record_could_hold_is_refused(path: str) -> None:
 def test_the_watch_is_replaced_when_it_dies(tmp_path: Path) -> None:
     """Else nobody notices a lost node, or tells the others how a run ended that succeeds."""
     job = job_of(tmp_path, {"NNODES": "2", "MASTER_ADDR": "192.0.2.77"}).with_ray_port()
-    run = NodeRun(job, NodeRole(True, "127.0.0.1", "127.0.0.1", "lo"), Console(file=io.StringIO()))
+    run = HeadRun(job, NodeRole(True, "127.0.0.1", "127.0.0.1", "lo"), Console(file=io.StringIO()))
     try:
         run.watches_left, run.others_wait = 1, True
         first = run.watch = run.processes.start(["/bin/false"], os.environ, subprocess.DEVNULL)
@@ -277,7 +278,7 @@ def test_nodes_that_only_generate_are_started_too(
     plan = capsys.readouterr().out
     assert "3 x 2 cpu devices" in plan and "one_step_off on 2 ranks of its own" in plan
     assert plan.count("-m ray.scripts.scripts start --block") == plan.count("NNODES=3 ") == 3
-    assert plan.count("launcher.nodes join --num-nodes 3") == plan.count("launcher.nodes watch --num-nodes 3") == 1
+    assert plan.count("launch.nodes join --num-nodes 3") == plan.count("launch.nodes watch --num-nodes 3") == 1
     assert "refuse" not in plan
 
 
@@ -462,7 +463,7 @@ def test_children_end_with_a_killed_launcher(tmp_path: Path) -> None:
     """As when the launcher is killed with SIGKILL: its child gets SIGTERM from the kernel."""
     script = (
         "import os, sys, time, subprocess;"
-        "from recipes.common.launcher.processes import OwnProcesses;"
+        "from tools.launch.processes import OwnProcesses;"
         "child = OwnProcesses().start([sys.executable, '-c', 'import time; time.sleep(60)'], dict(os.environ), "
         "subprocess.DEVNULL);"
         "time.sleep(0.5); print(child.pid, flush=True); time.sleep(60)"

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from recipes.common import launch
-from recipes.common.launcher.job import Job, resolve_config
-from recipes.common.launcher.layout_choice import FILE, LayoutChoice, choose_layout, without_layout
-from recipes.common.launcher.settings import count_accelerators, read_settings
 from recipes.common.recipe import ROOT, load_recipe
 from recipes.common.tiny_models import QWEN3
+from tools.launch import __main__ as launch
+from tools.launch.accelerators import count_accelerators
+from tools.launch.job import Job, resolve_config
+from tools.launch.layout_choice import FILE, LayoutChoice, choose_layout, without_layout
+from tools.launch.settings import read_settings
 from tools.plan.setup import MODELS
 
 Printed = Callable[..., str]

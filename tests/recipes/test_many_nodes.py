@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from recipes.common import launch
-from recipes.common.launcher import hostfile, network
 from recipes.common.recipe import ROOT, load_recipe
+from tools.launch import __main__ as launch
+from tools.launch import hostfile, network
 from verl.utils.net_utils import free_ports
 
 RECIPE = load_recipe("r1_dynamic_sampling")
@@ -134,7 +134,7 @@ def test_slurm_starts_the_script_on_every_node(tmp_path: Path) -> None:
     assert "no recipe r1_one" in run("r1_one", **slurm).stderr
 
 
-HEAD = "import sys; sys.executable = {!r}; from recipes.common.launch import main; sys.exit(main(sys.argv[1:]))"
+HEAD = "import sys; sys.executable = {!r}; from tools.launch.__main__ import main; sys.exit(main(sys.argv[1:]))"
 WITHOUT_RAY = '#!/bin/sh\ncase "$*" in *ray.scripts*) exit 7;; esac\nexec {} "$@"\n'
 
 

@@ -16,7 +16,7 @@ import yaml
 
 from hf_formats.config import parse_hf_config
 from mindspeed_llm.weight_plan import local_plan, plan_problems
-from recipes.common import arithmetic, launch
+from recipes.common import arithmetic
 from recipes.common.corpus import examples
 from recipes.common.recipe import ROOT, load_recipe
 from recipes.common.tiny_models import DEEPSEEK_V3 as TINY_DEEPSEEK
@@ -25,6 +25,7 @@ from recipes.math_lighteval.math_lighteval import DATA_SOURCE, INSTRUCTION, conv
 from recipes.math_lighteval.recipe import CORPUS
 from recipes.math_lighteval.reward import compute_score
 from tests.mindspeed_llm.test_weight_plan import DEEPSEEK_V3
+from tools.launch import __main__ as launch
 from verl.trainer.config import PPOTrainerConfig, load_config, validate_config
 from verl.utils.parquet import schema_problems
 from verl.workers.engine_setup import engine_problems

@@ -11,13 +11,13 @@ import pytest
 
 from hf_formats.config import load_hf_config
 from hf_formats.fp8 import QUANTIZATION_CONFIG
-from recipes.common.launcher.checks import model_problems, weight_problems
-from recipes.common.launcher.job import Job, resolve_config
-from recipes.common.launcher.settings import read_settings
-from recipes.common.launcher.stages import Stage, stages
 from recipes.common.recipe import load_recipe
 from recipes.common.tiny_models import DEEPSEEK_V3
 from recipes.common.tokenizer import write_tokenizer
+from tools.launch.checks import model_problems, weight_problems
+from tools.launch.job import Job, resolve_config
+from tools.launch.settings import read_settings
+from tools.launch.stages import Stage, stages
 from verl.utils.tokenizer import hf_tokenizer
 
 RECIPE = load_recipe("r1_zero")

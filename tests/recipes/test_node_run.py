@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from recipes.common.launcher.job import Job, resolve_config
-from recipes.common.launcher.node_run import NodeRun
-from recipes.common.launcher.processes import RunFailed
-from recipes.common.launcher.settings import find_role, read_settings
-from recipes.common.launcher.stages import Stage, closing_stages
 from recipes.common.recipe import load_recipe
+from tools.launch.head_run import HeadRun
+from tools.launch.job import Job, resolve_config
+from tools.launch.processes import RunFailed
+from tools.launch.roles import find_role
+from tools.launch.settings import read_settings
+from tools.launch.stages import Stage, closing_stages
 
 
 def _job(output_dir: Path, recipe: str = "r1_zero") -> Job:
@@ -43,7 +44,7 @@ def test_a_report_that_fails_is_one_line_and_no_failure(tmp_path: Path, metrics:
     if metrics is not None:
         (tmp_path / "metrics.jsonl").write_text(metrics)
     out = io.StringIO()
-    run = NodeRun(job, find_role(job.settings, job.nnodes), Console(file=out, width=500))
+    run = HeadRun(job, find_role(job.settings, job.nnodes), Console(file=out, width=500))
     *_, report = closing_stages(job)
     run._run_stage(report)
     run.processes.end_all()

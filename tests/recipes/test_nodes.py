@@ -13,9 +13,9 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from recipes.common.launcher import nodes
-from recipes.common.launcher.ray_node import loss_variables
 from tests.ray_workers import LEAN, forked_workers
+from tools.launch import nodes
+from tools.launch.ray_node import loss_variables
 
 PATIENCE_S = 60.0  # a safety net on busy machines
 LOST_S = 5.0

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from recipes.common.atomic_files import write_text_atomically
-from recipes.common.launcher import output_dir
+from hf_formats.files import write_text
+from tools.launch import output_dir
 
 
 def _session(folder: Path) -> Path:
@@ -95,7 +95,7 @@ def test_a_file_never_replaces_a_folder_or_a_device(tmp_path: Path) -> None:
     (tmp_path / "device").symlink_to("/dev/null")
     for name in ("folder", "device"):
         with pytest.raises(OSError, match="no file can be written there"):
-            write_text_atomically(tmp_path / name, "text")
+            write_text(tmp_path / name, "text")
     assert Path("/dev/null").is_char_device() and (tmp_path / "device").is_symlink()
 
 

@@ -12,8 +12,6 @@ import pytest
 
 from hf_formats.config import parse_hf_config
 from mindspeed_llm.weight_plan import plan_problems
-from recipes.common import launch
-from recipes.common.launcher.settings import read_settings
 from recipes.common.recipe import ROOT, load_recipe
 from recipes.common.tiny_models import DEEPSEEK_V3 as TINY_DEEPSEEK
 from recipes.r1_dynamic_sampling.arithmetic import write_set
@@ -22,6 +20,8 @@ from recipes.r1_dynamic_sampling.recipe import CORPUS
 from recipes.r1_dynamic_sampling.reward import compute_score
 from tests.mindspeed_llm.test_weight_plan import DEEPSEEK_V3
 from tests.recipes.seed_table import check_table, table_after
+from tools.launch import __main__ as launch
+from tools.launch.settings import read_settings
 from verl.trainer.config import PPOTrainerConfig, load_config, validate_config
 from verl.trainer.ppo.filter_groups import check_reward_nonzero_std, load_filter
 from verl.utils.parquet import schema_problems
@@ -266,5 +266,5 @@ def test_the_full_plan_is_printed_for_sixteen_nodes(
 def test_bad_evaluation_sets_are_refused() -> None:
     with pytest.raises(ValueError, match=r"EVAL_PROMPT_DATA: aime: /none: no such file"):
         read_settings(RECIPE, [], {"EVAL_PROMPT_DATA": "aime /none"})
-    assert RECIPE.eval_sets(read_settings(RECIPE, [], {})) == ("sums", "comparisons")
-    assert RECIPE.eval_sets(read_settings(RECIPE, [], {"PROMPT_DATA": "/p.jsonl"})) == ("held_out",)
+    assert RECIPE.eval_sets(read_settings(RECIPE, [], {}).recipe_inputs) == ("sums", "comparisons")
+    assert RECIPE.eval_sets(read_settings(RECIPE, [], {"PROMPT_DATA": "/p.jsonl"}).recipe_inputs) == ("held_out",)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from recipes.common.launcher import first_plan
-from recipes.common.launcher.job import Job, resolve_config
-from recipes.common.launcher.records import FILE, Records, code_digest, files_of
-from recipes.common.launcher.settings import read_settings
 from recipes.common.recipe import load_recipe
+from tools.launch import first_plan
+from tools.launch.job import Job, resolve_config
+from tools.launch.records import FILE, Records, code_digest, files_of
+from tools.launch.settings import read_settings
 
 
 def test_a_record_is_found_by_everything_that_it_was_made_from(tmp_path: Path) -> None:

@@ -18,10 +18,10 @@ from typing import Any
 
 import psutil
 
-from recipes.common.launcher import parent_death
-from recipes.common.launcher.settings import variables
+from hf_formats import parent_death
 from recipes.common.recipe import ROOT, load_recipe, recipe_names
 from tests.pages import users_environment
+from tools.launch.settings import variables
 from verl.utils.net_utils import free_ports
 
 TAG_NAME = "R1_ZERO_TEST_COMMAND"
@@ -135,7 +135,7 @@ class Command:
             except psutil.NoSuchProcess:
                 continue
             # parent_death.py will become the command that follows it; bash is the script around the launcher
-            is_itself = "launcher/parent_death.py" not in line and not line.startswith("bash ")
+            is_itself = "hf_formats/parent_death.py" not in line and not line.startswith("bash ")
             wanted = (variables or {}).items()
             if name in line and is_itself and all(environment.get(key) == value for key, value in wanted):
                 return process

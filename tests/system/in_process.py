@@ -6,14 +6,15 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
-from recipes.common.launcher import checks
-from recipes.common.launcher.job import Job, resolve_config
-from recipes.common.launcher.settings import find_role, read_settings
-from recipes.common.launcher.stages import Stage, closing_stages, driver_stage, stages
 from recipes.common.recipe import load_recipe
 from tests.ray_workers import lean_cluster
 from tests.system.jobs import SMALL, Prepared
 from tests.verl.bandit import run_trainer
+from tools.launch import checks
+from tools.launch.job import Job, resolve_config
+from tools.launch.roles import find_role
+from tools.launch.settings import read_settings
+from tools.launch.stages import Stage, closing_stages, driver_stage, stages
 from verl.trainer.config import PPOTrainerConfig, load_config, validate_config
 from verl.trainer.config.override_text import override
 from verl.trainer.main_ppo import worker_classes

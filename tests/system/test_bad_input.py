@@ -19,11 +19,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recipes.common import launch
-from recipes.common.launcher import network
 from recipes.common.recipe import ROOT
 from tests.system.command import Command, clean_environment
 from tests.system.jobs import SMALL, Prepared
+from tools.launch import __main__ as launch
+from tools.launch import network
 from verl.trainer.config.override_text import override
 
 SCREEN_LINES = 25

@@ -13,7 +13,7 @@ import pytest
 
 from recipes.common.tokenizer import CHATML, write_tokenizer
 from tests.pages import ROOT
-from tools.bench.models import qwen3_config, write_checkpoint
+from tools.workshop.bench.models import qwen3_config, write_checkpoint
 from verl.trainer.config.override_text import override
 from verl.utils.net_utils import free_ports
 

@@ -24,7 +24,7 @@ def test_an_interrupted_command_saves_its_step_and_goes_on(
     job = Job(converted, tmp_path)
     with job.command("first", "trainer.save_freq=-1") as command:
         command.wait_for(lambda: command.is_training() and "step 1 |" in command.text(), "step 1", SEEN_S)
-        script = command.find("recipes.common.launch")
+        script = command.find("tools.launch")
         assert script is not None
         for _ in range(2):  # a terminal's Ctrl-C reaches the launcher, and again from the script that waits for it
             script.send_signal(number)
@@ -46,7 +46,7 @@ def test_before_anything_starts_one_signal_is_enough(
     """While the launcher still loads modules and checks; the shell has started it with SIGINT ignored."""
     environment = prepared.environment(tmp_path / "run")
     with Command(tmp_path / "output.log", environment) as command:
-        script = command.wait_for(lambda: command.find("recipes.common.launch"), "launcher", SEEN_S)
+        script = command.wait_for(lambda: command.find("tools.launch"), "launcher", SEEN_S)
         command.wait_for(lambda: _hears_interrupts(script.pid), "launcher that loads", SEEN_S)
         script.send_signal(number)
         assert command.wait(SEEN_S) == 128 + number

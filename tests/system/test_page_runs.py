@@ -73,7 +73,7 @@ LOOKS: dict[str, Callable[[Shown], bool]] = {
     ),
     "source recipes/common/npu_env.sh && python -m tools.doctor --die": lambda shown: shown.code == 2,
     "python -m tools.download": lambda shown: shown.code == 0 and "deepscaler " in shown.text,
-    "python -m tools.reference --check": lambda shown: shown.code == 0,
+    "python -m tools.workshop.reference --check": lambda shown: shown.code == 0,
     "python -m tools.subtree list": lambda shown: shown.code == 0 and "core_v0.12.1" in shown.text,
     f"{SCRIPT} --print-plan": lambda shown: shown.code == 0 and "verl.trainer.main_ppo" in shown.text,
 }
@@ -146,7 +146,7 @@ LONG_LOOKS = {
     "python -m tools.doctor --ports 6766",
     "python -m tools.doctor --config r1_ascend_671b_256die",
     "source recipes/common/npu_env.sh && python -m tools.doctor --die",
-    "python -m tools.reference --check",
+    "python -m tools.workshop.reference --check",
     f"{SCRIPT} --print-plan",  # tests/recipes/test_launcher.py
 }
 

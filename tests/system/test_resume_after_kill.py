@@ -20,7 +20,7 @@ from tests.pages import undocumented
 from tests.system.command import Command, read_metrics
 from tests.system.jobs import Job, Prepared, assert_same_result
 
-LAUNCHER = "-m recipes.common.launch"
+LAUNCHER = "-m tools.launch"
 NOTICE_S = 30.0  # issue: "a clear message naming what died within 30 s, no process left"
 GOES_ON_S = 60.0  # of a run whose worker was killed
 ENDS = "trainer.max_restarts=0"

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from recipes.common.launcher import network
-from recipes.common.launcher.node_run import MOST_WATCHES
 from tests.system.command import Command, newest_step, read_metrics, without_measurements
 from tests.system.jobs import SMALL, Job, Prepared
+from tools.launch import network
+from tools.launch.head_run import MOST_WATCHES
 
 HEAD, WORKER = "10.79.0.1", "10.79.0.2"
 UNREACHABLE = "192.0.2.77"  # of a block that documentation alone uses
@@ -119,8 +119,8 @@ def test_a_run_that_succeeds_ends_well_everywhere_without_its_watch(
         hosts.start(converted, tmp_path, rank=1, steps=2) as worker,
     ):
         for _ in range(MOST_WATCHES):
-            head.wait_for(lambda: head.find("launcher.nodes watch"), "watch").kill()
-            head.wait_for(lambda: head.find("launcher.nodes watch") is None, "dead watch")
+            head.wait_for(lambda: head.find("launch.nodes watch"), "watch").kill()
+            head.wait_for(lambda: head.find("launch.nodes watch") is None, "dead watch")
         assert head.wait() == 0, head.tail()
         assert worker.wait(timeout_s=NOTICE_S) == 0, worker.tail()
         assert head.text().count("another one is started") == MOST_WATCHES - 1

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tools import adaptations, marks, removals
+from tools import marks
+from tools.workshop import adaptations, removals
 
 MARK = "# " + marks.WORD  # assembled, so that this file carries no mark of its own
 
@@ -83,5 +84,5 @@ def test_a_stale_list_is_an_error(tree: Path) -> None:
     adaptations.run(tree, check=False)
     register(tree, "new")
     plant(tree, "x.py", "@(new): a; drop when b\ny = 1\n")
-    with pytest.raises(ValueError, match="run `python -m tools.adaptations`"):
+    with pytest.raises(ValueError, match="run `python -m tools.workshop.adaptations`"):
         adaptations.run(tree, check=True)

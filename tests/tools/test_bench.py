@@ -11,8 +11,8 @@ import torch
 from hf_formats.cores import usable_cores
 from tests.published import smollm2
 from tests.ray_workers import forked_workers
-from tools.bench import data_plane, scale, step, threads, train
-from tools.bench.models import Batch, matmul_flops, mixed_lengths, parsed, small_config
+from tools.workshop.bench import data_plane, scale, step, threads, train
+from tools.workshop.bench.models import Batch, matmul_flops, mixed_lengths, parsed, small_config
 
 TINY = "--hidden-size 64 --num-layers 2 --num-experts 8 --vocab-size 64 --tokens 96 --length 32 --micro-tokens 64"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.bench.algorithms import BASELINE, main
+from tools.workshop.bench.algorithms import BASELINE, main
 
 STEPS = 20
 

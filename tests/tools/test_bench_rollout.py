@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from tools.bench import rollout, step
-from tools.bench.models import CHECKPOINTS, Work, decode_work, parsed, prefill_work, read_weights
-from tools.bench.rollout_report import report
 from tools.plan.model_work import model_work, train_flops_per_token
+from tools.workshop.bench import rollout, step
+from tools.workshop.bench.models import CHECKPOINTS, Work, decode_work, parsed, prefill_work, read_weights
+from tools.workshop.bench.rollout_report import report
 
 TINY = "--threads 1 --num-prompts 4 --prompt-lengths 2 5 --new-tokens 8"
 

@@ -95,7 +95,7 @@ def test_a_node_in_order_has_nothing_to_do(node: Node) -> None:
     assert found["NCCL"].value == "2.29.7" and found["NVLink"].value == "NV18 between all 8 GPUs"
     assert found["InfiniBand, RoCE"].value == "3 of 3 ports active (400 Gb/sec, InfiniBand)"
     assert "flash_mla not installed" in found["optional libraries"].value
-    assert "tools.gpu_day" in found["ops on these GPUs"].value
+    assert "tools.workshop.gpu_day" in found["ops on these GPUs"].value
     assert devices.devices(needs_of_config(CONFIG)).value == "8 of 8 cuda"
 
 

@@ -14,10 +14,10 @@ import pytest
 import torch.nn.functional as F
 
 from tests.pages import ROOT
-from tools.bench.models import CHECKPOINTS
-from tools.gpu_day.parts import PARTS, ends_of_parts
-from tools.gpu_day.rows import CUT_OFF, Row, Rows, line, page, read_rows
-from tools.gpu_day.transfer import weights_of_another_process
+from tools.workshop.bench.models import CHECKPOINTS
+from tools.workshop.gpu_day.parts import PARTS, ends_of_parts
+from tools.workshop.gpu_day.rows import CUT_OFF, Row, Rows, line, page, read_rows
+from tools.workshop.gpu_day.transfer import weights_of_another_process
 
 # Only torch, triton, transformers, safetensors and numpy are there, with what they need themselves.
 ABSENT = ("ray", "hydra", "omegaconf", "tensordict", "pyarrow", "pytest", "rich", "tensorboard", "fastapi")
@@ -39,7 +39,7 @@ needs_tables = pytest.mark.skipif(
 def run_day(out: Path, blocker: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     blocker.mkdir()
     (blocker / "sitecustomize.py").write_text(REFUSE, "utf-8")
-    command = [sys.executable, "-m", "tools.gpu_day", "--out", str(out), "--device", "cpu", *arguments]
+    command = [sys.executable, "-m", "tools.workshop.gpu_day", "--out", str(out), "--device", "cpu", *arguments]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(blocker), str(ROOT)))}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from recipes.common.launcher.job import resolve_config
-from recipes.common.launcher.settings import read_settings
 from recipes.common.recipe import load_recipe
 from tests.tools.test_viewer import _record, _write
+from tools.launch.job import resolve_config
+from tools.launch.settings import read_settings
 from tools.viewer.__main__ import main
 from tools.viewer.records import FIELDS
 from verl.trainer.config import validate_config

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.reference.__main__ import EXIT_DIFFERENT, PAGE, main, problems
-from tools.reference.parameters import FREE_SECTIONS, REFERENCE_ENGINE, Parameter, meanings_in, sections
+from tools.workshop.reference.__main__ import EXIT_DIFFERENT, PAGE, main, problems
+from tools.workshop.reference.parameters import FREE_SECTIONS, REFERENCE_ENGINE, Parameter, meanings_in, sections
 from verl.trainer.config.declared import declared_keys
 from verl.workers.config import rollout
 

@@ -16,8 +16,9 @@ import pytest
 
 from mindspeed_llm import convert_ckpt_deepseek3, convert_ckpt_deepseek3_mcore2hf
 from tests.tools.subtree_repos import ROOT, commit, export, git, repository, state, tool, upstream, write
-from tools import adaptations, marks
+from tools import marks
 from tools.subtree import api, compare, manifest, snapshot
+from tools.workshop import adaptations
 from verl.trainer.config.declared import other_names
 from verl.trainer.config.fixed_keys import FIXED_KEYS
 from verl.workers.config import McoreEngineConfig, overrides

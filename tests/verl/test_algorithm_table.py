@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.bench.algorithms import ALGORITHMS
+from tools.workshop.bench.algorithms import ALGORITHMS
 from verl.trainer.config import load_config, validate_config
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_policy_loss_fn
 

@@ -1,7 +1,8 @@
 """Every algorithm learns: on the smallest task each reaches what GRPO reaches after 20 steps of two updates.
 
 The policy is a table of logits, one per prompt, place and symbol; sampling, rewards and the optimizer are this file's,
-advantages, corrections, filters and losses those of a run. ``tools.bench.algorithms`` does it with the arithmetic task.
+advantages, corrections, filters and losses those of a run. ``tools.workshop.bench.algorithms`` does it with the
+arithmetic task.
 """
 
 from __future__ import annotations

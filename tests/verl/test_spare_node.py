@@ -10,10 +10,10 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from recipes.common.launcher.ray_node import loss_variables
 from tests.ray_workers import LEAN, forked_workers
 from tests.verl.bandit import bandit_config, write_inputs
 from tests.verl.failing_bandit import run_failing
+from tools.launch.ray_node import loss_variables
 from verl.trainer.ppo.recovery import TrainingStoppedError
 
 

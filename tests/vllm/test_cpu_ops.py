@@ -14,13 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_formats.cpu_kernels import instructions
 from tests.npu.op_parity import Maker, assert_same, outcome, pairs
 from tests.npu.rollout_op_cases import CASES, SMALL
 from tests.tiny_models import write_model
 from vllm import LLM, SamplingParams
 from vllm.ops.contract import DecodeMetadata, PrefillMetadata, RolloutOps, SamplingBatch, resolve
 from vllm.ops.cpu import build
-from vllm.ops.cpu.build import _build, instructions
+from vllm.ops.cpu.build import native_build
 from vllm.ops.cpu.calls import Bfloat16Products
 from vllm.ops.cpu.table import best_products, cpu_table
 from vllm.ops.reference import rollout_ops as reference_ops
@@ -309,7 +310,7 @@ def test_ranks_that_start_together_build_the_kernels_once(tmp_path: Path, monkey
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with ThreadPoolExecutor() as pool:
-        first, second = pool.map(lambda _: _build(), range(2))
+        first, second = pool.map(lambda _: native_build().path(), range(2))
     assert first == second and first.is_file()
     assert sum(" -shared " in call for call in calls.read_text().splitlines()) == 1
 

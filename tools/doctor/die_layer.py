@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tools.bench.models import deepseek_v3_config
 from tools.doctor.die_check import Check, Die, difference, in_ms
 from tools.doctor.finding import Finding
+from tools.workshop.bench.models import deepseek_v3_config
 from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
 

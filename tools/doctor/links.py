@@ -8,8 +8,8 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 
-from recipes.common.launcher import network
 from tools.doctor.finding import Finding, Options
+from tools.launch import network
 
 HCCL_DEFAULT_PORT = 60000  # HCCL's own, without HCCL_HOST_SOCKET_PORT_RANGE and HCCL_IF_BASE_PORT
 HCCL_NUM_PORTS = 32

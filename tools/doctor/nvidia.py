@@ -14,7 +14,7 @@ from tools.doctor.finding import Finding, JobNeeds
 from tools.doctor.host import version_of
 from tools.doctor.nvidia_smi import SLOWDOWNS, Gpu, SmiError, is_present, numbers, query_gpus, run, table
 
-GPU_DAY = "python -m tools.gpu_day --out DIR"
+GPU_DAY = "python -m tools.workshop.gpu_day --out DIR"
 SET_UP = "run bash tools/setup_env.sh"
 # The oldest driver of each major version of CUDA (docs.nvidia.com/deploy/cuda-compatibility).
 OLDEST_DRIVER = {13: 580, 12: 525, 11: 450}

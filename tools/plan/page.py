@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from recipes.common.atomic_files import write_text_atomically
+from hf_formats.files import write_text
 from tools.plan.devices import GIB
 from tools.plan.figures import holders_svg, memory_svg, owners_svg, size_text, time_colours, time_svg
 from tools.plan.rank_plan import RankPlan
@@ -55,7 +55,7 @@ def write_page(plan: WholePlan, step: StepTime, path: Path) -> None:
         f"<title>{escape(plan.run.name)}: plan</title><style>{style}</style></head><body><main>{body}</main></body>"
         "</html>\n"
     )
-    write_text_atomically(path, text)
+    write_text(path, text)
 
 
 def _head(plan: WholePlan, step: StepTime) -> str:

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from recipes.common.atomic_files import write_text_atomically
+from hf_formats.files import write_text
 from tools.plan.timing import StepTime
 from tools.plan.whole import WholePlan
 
@@ -46,4 +46,4 @@ def write_json(plan: WholePlan, step: StepTime, path: Path) -> None:
             "tokens_per_s_device": step.tokens_per_s_device,
         },
     }
-    write_text_atomically(path, json.dumps(values, indent=1) + "\n")
+    write_text(path, json.dumps(values, indent=1) + "\n")

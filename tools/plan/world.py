@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron.core.parallel_layout import ParallelLayout
 from megatron.core.parallel_state import GROUP_AXES, ProcessGroups
-from recipes.common.launcher.ray_node import npu_variables
+from tools.launch.ray_node import npu_variables
 from tools.plan._compat import fake_process_group
 
 BACKEND = "planned"

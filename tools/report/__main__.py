@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from recipes.common.atomic_files import write_text_atomically
+from hf_formats.files import write_text
 from tools.report.curves import CHARTS, write_png
 from tools.report.page import render
 from tools.report.run_data import read_run
@@ -21,7 +21,7 @@ def write_report(run_dir: Path) -> None:
     for chart in CHARTS:
         if chart.has_file:
             write_png(run, chart)
-    write_text_atomically(run.run_dir / "report.html", render(run))
+    write_text(run.run_dir / "report.html", render(run))
     Console().print(closing_summary(run))
 
 

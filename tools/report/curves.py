@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from recipes.common.atomic_files import write_atomically
+from hf_formats.files import write_atomically
 from tools.report.run_data import RunData, changed
 
 if TYPE_CHECKING:

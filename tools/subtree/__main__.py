@@ -11,9 +11,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tools import adaptations
 from tools.subtree import compare, manifest, move, rebase, show, upstream
 from tools.subtree.git import Git
+from tools.workshop import adaptations
 
 CONFLICTS = 3
 UPSTREAM = "git url, local clone, folder, wheel or sdist, or name of an installed package (default: the manifest's url)"

@@ -6,10 +6,10 @@ import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from tools import adaptations
 from tools.subtree import fork, manifest, move, snapshot, upstream
 from tools.subtree.git import Git
 from tools.subtree.manifest import FOLDER, Manifest
+from tools.workshop import adaptations
 
 SUBMODULE = "160000"
 LICENCE_FILES = ("LICENSE", "LICENCE", "COPYING", "NOTICE")

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from recipes.common.atomic_files import write_text_atomically
+from hf_formats.files import write_text
 from tools.subtree.git import SCRATCH, Git
 from tools.subtree.manifest import ROOT
 
@@ -86,7 +86,7 @@ def start(git: Git, folder: Path, plan: Plan) -> None:
 
 def write_plan(folder: Path, plan: Plan) -> None:
     """From here on the move is carried out, or undone by the next command."""
-    write_text_atomically(folder / PLAN, json.dumps(asdict(plan)))
+    write_text(folder / PLAN, json.dumps(asdict(plan)))
 
 
 def carry_out(git: Git) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from recipes.common.atomic_files import write_text_atomically
+from hf_formats.files import write_text
 from tools.subtree import compare, compose, fork, guards, manifest, move, snapshot, upstream
 from tools.subtree.compare import SubtreeDiff
 from tools.subtree.git import Git
@@ -145,7 +145,7 @@ def record_api(root: Path, item: Manifest, tag: str | None, spec: str | None) ->
         text = (root / item.path).read_text(encoding="utf-8")
         written[item.path] = manifest.with_pin(text, tag, commit)
     for path, text in written.items():
-        write_text_atomically(root / path, text)
+        write_text(root / path, text)
     return recorded, what, list(written)
 
 

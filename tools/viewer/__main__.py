@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from recipes.common.atomic_files import write_text_atomically
+from hf_formats.files import write_text
 from tools.viewer.page import render
 from tools.viewer.records import read_records
 
@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     output = arguments.output or arguments.run_dir / "samples.html"
     try:
         records, num_left_out = read_records(arguments.run_dir, arguments.steps, arguments.max_samples)
-        write_text_atomically(output, render(arguments.run_dir.absolute().name, records))
+        write_text(output, render(arguments.run_dir.absolute().name, records))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from hf_formats.files import write_text
 from verl.utils.hang_report import Answer, launched, own_answer, report
 
 logger = logging.getLogger(__name__)
@@ -138,7 +139,11 @@ class HangWatchdog:
     def _show_life(self) -> None:
         sign = (self._phase_name(), time.monotonic() // (self.timeout_s / 5))
         if sign != self._shown:
-            _write(self._alive_dir / f"rank-{self.rank}.json", json.dumps({"phase": sign[0], "time": time.time()}))
+            write_text(
+                self._alive_dir / f"rank-{self.rank}.json",
+                json.dumps({"phase": sign[0], "time": time.time()}),
+                is_durable=False,
+            )
             self._shown = sign
 
     def _measure(self) -> float:
@@ -171,7 +176,7 @@ class HangWatchdog:
         answer = own_answer(self.rank, self._phase_name(), stuck_s, thread_id, self._groups, self._metrics)
         folder = self.directory / f"answers-{alarm_id}"
         folder.mkdir(exist_ok=True)
-        _write(folder / f"rank-{self.rank}.json", json.dumps(asdict(answer)))
+        write_text(folder / f"rank-{self.rank}.json", json.dumps(asdict(answer)), is_durable=False)
         self._answered, self._is_reported = alarm_id, True
 
     def _collect(self, alarm_id: str) -> None:
@@ -185,7 +190,7 @@ class HangWatchdog:
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         text = report(answers, self.world_size, self._last_seen(), self.rank, self._config, now)
         path = self.directory / f"hang-{time.strftime('%Y%m%d-%H%M%S')}-rank{self.rank}.txt"
-        _write(path, text)
+        write_text(path, text)
         self.last_report = path
         logger.error("%s; the full report is in %s", text.splitlines()[0], path)
         self._alarm.unlink(missing_ok=True)
@@ -206,13 +211,6 @@ def group_list(groups: object) -> list[dist.ProcessGroup]:
     """Return the process groups among the fields of ``ProcessGroups`` that have more than one rank."""
     found = [value for value in vars(groups).values() if isinstance(value, dist.ProcessGroup)]
     return [group for group in found if group.size() > 1]
-
-
-def _write(path: Path, text: str) -> None:
-    """Replace the file atomically, without fsync: only processes that are alive read it."""
-    tmp = path.with_suffix(".tmp")
-    tmp.write_text(text)
-    os.replace(tmp, path)
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

@@ -7,6 +7,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from hf_formats.files import write_text
+
 # (metric, format) of the console line; the other metrics are only in the files.
 _CONSOLE = (
     ("val/score", "val {:.3f}"),
@@ -78,9 +80,4 @@ def cut_back(path: Path, first_step: int) -> None:
         if record["step"] >= first_step:
             break
         kept.append(line + "\n")
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("w", encoding="utf-8") as out:
-        out.writelines(kept)
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(temporary, path)
+    write_text(path, "".join(kept))

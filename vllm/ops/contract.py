@@ -181,7 +181,15 @@ def add_layer_at_once(x_TH: Tensor, layer: Callable[[Tensor], Tensor], given_TH:
 
 @dataclass(frozen=True)
 class RolloutOps:
-    """A complete op table. Outputs have the dtype of the first tensor unless stated; tolerances are to the reference.
+    """A complete op table. Outputs have the dtype of the first tensor unless stated.
+
+    A tolerance is the largest difference from the reference, relative to its largest value. Where an entry names none
+    for a dtype it is 1e-5 (fp32) and 1e-2 (bf16); integers are equal. tests/vllm/test_cuda_ops.py, test_cpu_ops.py and
+    tests/npu/rollout_op_cases.py hold the tables to it; the latter two allow 2e-2 in bf16 to some entries.
+
+    Entries that a decode step runs are captured in its graph unless `not_capturable` names them; they read nothing back
+    from the device. Never captured: new_kv_cache, new_gqa_cache, mla_prefill (but where mla_decode is None),
+    gqa_prefill and sample.
 
     A weight is what the table's `new_weight` made, a `PackedWeight` or a tensor, or any other tensor; linear,
     fused_experts and exchanged_experts are given its `operand`.

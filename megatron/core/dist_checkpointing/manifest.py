@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hf_formats.files import write_bytes
+from hf_formats.files import write_json
 from megatron.core.parallel_layout import ParallelLayout
 
 MANIFEST = "manifest.json"
@@ -40,11 +40,6 @@ def record_file(path: Path) -> FileRecord:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
     return FileRecord(path.stat().st_size, digest.hexdigest())
-
-
-def write_json(path: Path, value: object) -> None:
-    """``write_bytes`` of ``value`` as JSON."""
-    write_bytes(path, json.dumps(value, indent=1).encode())
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from recipes.common.launcher.first_plan import cpu_profile
 from recipes.common.tiny_models import DEEPSEEK_V3 as TINY_DEEPSEEK
+from tools.launch.first_plan import cpu_profile
 from tools.plan.__main__ import main
 from tools.plan.devices import GIB
 from tools.plan.exit_status import BAD_INPUT, DOES_NOT_FIT, FITS

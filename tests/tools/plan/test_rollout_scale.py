@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tools.bench.models import deepseek_v3_config
 from tools.plan.collectives import CollectiveLog
 from tools.plan.device import MemoryMeter, PlannedDevice
 from tools.plan.generation_steps import Workload, count_steps
@@ -18,6 +17,7 @@ from tools.plan.platform import PLATFORMS
 from tools.plan.rollout import plan_rollout
 from tools.plan.worker import PlannedWorker
 from tools.plan.world import planned_rank, run_variables
+from tools.workshop.bench.models import deepseek_v3_config
 from verl.trainer.config import load_config, validate_config
 from verl.trainer.config.override_text import override
 from verl.workers.sharding_manager.transfer_plan import TransferPlan

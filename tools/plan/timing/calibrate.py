@@ -24,7 +24,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from recipes.common.atomic_files import write_text_atomically
+from hf_formats.files import write_text
 from tools.plan.timing.constants import ALL, TABLE, Constants, PhaseError, load_constants
 from tools.plan.timing.cost import predict
 from tools.plan.timing.published import PublishedRun, published_runs
@@ -131,7 +131,7 @@ def write_constants(constants: Constants, path: Path) -> None:
         text += "\n".join(
             f"{phase} = {{ error = {worst.error:.2f}, rows = {worst.rows} }}" for phase, worst in errors.items()
         )
-    write_text_atomically(path, text + "\n")
+    write_text(path, text + "\n")
 
 
 def _verdict(miss: Miss, left: LeftOut) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_formats.files import try_remove, write_bytes
+from hf_formats.files import try_remove, write_bytes, write_text
 from megatron.core.dist_checkpointing import is_complete, restore_interrupted, saved_contents
 
 logger = logging.getLogger(__name__)
@@ -176,7 +176,3 @@ def _remove(checkpoint: Checkpoint) -> None:
     """
     if try_remove(checkpoint.state_path):
         try_remove(checkpoint.directory)
-
-
-def write_text(path: Path, text: str) -> None:
-    write_bytes(path, text.encode())

@@ -9,8 +9,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from hf_formats.files import write_text
 from verl.protocol import DataProto
-from verl.trainer.ppo.checkpointing import write_text
 
 _STEP = re.compile(r"(?:.*_)?step_(\d+)\.\w+")
 

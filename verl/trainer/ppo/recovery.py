@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hf_formats.files import write_text
 from verl.single_controller.base.worker_group import WorkerDiedError, WorkerError, WorkerTimeoutError
 from verl.single_controller.ray.resources import NoRoomError
 from verl.trainer.config import PPOTrainerConfig
@@ -175,7 +176,7 @@ class RestartRecord:
         line = {"time": round(time.time(), 3), "step": step, "from_step": from_step, "cause": cause}
         self._text += json.dumps(line) + "\n"
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        checkpointing.write_text(self._path, self._text)
+        write_text(self._path, self._text)
 
 
 def _written_ns(checkpoint: checkpointing.Checkpoint) -> int | None:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from hf_formats.cores import THREADS
+from hf_formats.files import write_text
 from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.config.data import file_list
-from verl.trainer.ppo.checkpointing import write_text
 
 logger = logging.getLogger(__name__)
 

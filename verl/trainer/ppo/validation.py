@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from hf_formats.files import write_text
 from verl.protocol import DataProto
 from verl.trainer.config import PPOTrainerConfig
-from verl.trainer.ppo.checkpointing import write_text
 from verl.trainer.ppo.metric_utils import compute_set_metrics, compute_validation_metrics, marked_timer
 from verl.trainer.ppo.reward_ledger import RewardLedger
 from verl.trainer.ppo.reward_process import RegisteredRewardManager

@@ -1,4 +1,10 @@
-"""Padded prompt/response rows to packed micro-batches, and per-token results back to rows."""
+"""Padded prompt/response rows to packed micro-batches, and per-token results back to rows.
+
+Letters: B rows of the padded batch, b the chosen ones; L columns of a row, P of its prompt, R of its response; n real
+tokens of the chosen rows, s their scored tokens; F tokens of the whole sequences with padding and dummy, q these
+sequences, r tokens of a prompt that another row computes. What is left on this context-parallel rank: T of F, N of n,
+S of s.
+"""
 
 from __future__ import annotations
 

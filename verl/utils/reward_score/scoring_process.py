@@ -69,6 +69,7 @@ class ScoringProcess:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(search_path)}
         environment |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         arguments = [json.dumps([asdict(function) for function in functions]), str(timeout_s), str(memory_limit_mb)]
+        arguments.append(str(os.getpid()))
         self._process = subprocess.Popen(
             [sys.executable, "-m", "verl.utils.reward_score.scoring_worker", *arguments],
             stdin=subprocess.PIPE,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import inspect
 import json
 import math
@@ -16,20 +15,21 @@ import time
 from collections.abc import Sequence
 from typing import Any, TextIO
 
+from hf_formats.parent_death import end_with_parent
 from verl.utils.reward_score.event_loop import awaited
 from verl.utils.reward_score.functions import RewardFunction, RewardFunctionSpec, gather, load_reward_function
 
-_PR_SET_PDEATHSIG = 1
 _MAX_PRINTED = 64 << 20  # what the function prints lands in a temporary file; beyond this the process is ended
 _MAX_PARSE_CHARS = 2000
 
 
 def main() -> None:
-    """Arguments: functions as a JSON list of {path, name, kwargs}; seconds of one async sample; MiB of memory, 0 any.
+    """Arguments: functions as a JSON list of {path, name, kwargs}; seconds of one async sample; MiB of memory, 0 any;
+    the parent's pid.
 
     An answer that asks for more memory gets a MemoryError, not the machine.
     """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent(int(sys.argv[4]), signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if memory_bytes := int(sys.argv[3]) << 20:
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))

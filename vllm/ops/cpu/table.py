@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_formats.cpu_kernels import instructions
 from vllm.ops import reference
 from vllm.ops.contract import RolloutOps, add_layer_at_once
 from vllm.ops.cpu.attention import LatentAttentionOps
-from vllm.ops.cpu.build import instructions, kernels, kernels_problem
+from vllm.ops.cpu.build import kernels, kernels_problem
 from vllm.ops.cpu.calls import Bfloat16Products, KernelCalls, Launch
 from vllm.ops.cpu.experts import ExpertOps
 from vllm.ops.cpu.graph import launch

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import ctypes
-import platform
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -15,11 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_formats.native_build import NativeBuild, compiler_of, has_program
-from megatron.core.ops.cpu.instructions import instructions
+from hf_formats import cpu_kernels
 
 SOURCES = Path(__file__).with_name("csrc")
-_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC")
 _TYPES = {"r": ctypes.c_void_p, "w": ctypes.c_void_p, "l": ctypes.c_long, "f": ctypes.c_float}
 _SCHEMAS = {"r": "Tensor? {}", "w": "Tensor({}!)? {}", "l": "int {}", "f": "float {}"}
 # r: a tensor that is read, w: one that is written, l: an integer, f: a float; dtype and number of threads follow.
@@ -40,22 +37,9 @@ _ARGUMENTS = {
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
-@cache
-def build_problem(compiler: tuple[str, ...]) -> str | None:
-    """Why ``compiler`` does not build the kernels; None when they are built and loaded."""
-    try:
-        _kernels()
-    except RuntimeError as problem:
-        return str(problem)
-    return None
-
-
 def kernels_problem() -> str | None:
-    """Why there are no kernels; None when there are. It builds them if need be, and fails once for a compiler."""
-    compiler = compiler_of("CXX", "g++")
-    if not has_program(compiler):
-        return f"there is no C++ compiler (g++, or the one in CXX: {' '.join(compiler)!r})"
-    return build_problem(compiler)
+    """Why there are no kernels; None when there are."""
+    return cpu_kernels.kernels_problem(_kernels)
 
 
 def has_dtype(x: Tensor) -> bool:
@@ -74,7 +58,9 @@ def run(name: str, dtype: torch.dtype, *arguments: Tensor | float | None) -> Non
 @cache
 def _kernels() -> dict[str, Any]:
     """The operations of the namespace ``megatron_cpu``; the library that defines them lives as long as the process."""
-    shared = _build().load()
+    advice = "or train with 'megatron.core.ops.reference:reference_ops'"
+    build = cpu_kernels.cpu_kernels("the CPU kernels of the training engine", SOURCES, "megatron-cpu", advice)
+    shared = build.load()
     library = torch.library.Library("megatron_cpu", "DEF")
     for name, form in _ARGUMENTS.items():
         function = getattr(shared, f"cpu_{name}")
@@ -90,25 +76,3 @@ def _kernels() -> dict[str, Any]:
 
 def _call(function: Callable[..., None], *arguments: Tensor | float | None) -> None:
     function(*[one.data_ptr() if isinstance(one, Tensor) else one for one in arguments])
-
-
-def _build() -> NativeBuild:
-    # With another OpenMP library than torch's, each would keep threads of its own.
-    openmp = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))[:1]
-    return NativeBuild(
-        what="the CPU kernels of the training engine",
-        compiler=compiler_of("CXX", "g++"),
-        flags=(*_FLAGS, *target_flags()),
-        sources=tuple(sorted(SOURCES.glob("*.cpp"))),
-        headers=tuple(sorted(SOURCES.glob("*.h"))),
-        libraries=("-Wl,--as-needed", *map(str, openmp)),
-        facts=tuple(sorted(instructions())),
-        folder="megatron-cpu",
-        advice="install g++ 12 or newer, or train with 'megatron.core.ops.reference:reference_ops'",
-    )
-
-
-def target_flags() -> tuple[str, ...]:
-    """A compiler's options for this processor."""
-    is_x86 = platform.machine() in ("x86_64", "AMD64")
-    return ("-march=native", "-mprefer-vector-width=512") if is_x86 else ("-mcpu=native",)

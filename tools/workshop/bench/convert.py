@@ -1,0 +1,281 @@
+"""``python -m tools.workshop.bench.convert``: rates of conversions beside those of copying the same bytes.
+
+On a checkpoint with DeepSeek-V3's true widths (few layers and experts): FP8 to BF16, BF16 to shards, FP8 to shards,
+each beside a copy, file to file, of what it wrote, beside writing as many bytes from memory (what the disk takes: no
+number of workers is faster), and FP8 to BF16 beside a plain implementation of the published algorithm (whole files in
+memory, scales repeated, file after file). All write durably (fsync of each file) and take turns. A rate is bytes
+written per second of wall time, in GB/s; CPU seconds are of this process, without workers.
+
+Every subject meets the same page cache: nothing of any output, all of its own input (read right before it), or with
+``--cold`` nothing of its input either. Of runs with several workers the time to start these, the least of several
+starts, is left out.
+
+A worker takes more than a core: a thread writes what it made. ``--cores-per-worker N`` gives a run, its workers and all
+of their threads, N cores for each worker and no more, so that one is compared with several as they would be on a host
+with cores for all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from hf_formats.config import without_quantisation_and_mtp
+from hf_formats.files import sync_path
+from hf_formats.fp8 import FP8_DTYPE, SCALE_SUFFIX
+from mindspeed_llm.cli_io import run_cli
+from mindspeed_llm.conversion.engine import RunOptions, convert
+from mindspeed_llm.conversion.pool import run_tasks
+from mindspeed_llm.conversion.synced_file import SyncedFile
+from mindspeed_llm.convert_ckpt_deepseek3 import plan_shards
+from mindspeed_llm.fp8_cast_bf16 import plan_cast
+from mindspeed_llm.sharded_checkpoint import shard_layout
+from tools.workshop.bench.models import deepseek_v3_config
+from tools.workshop.bench.options import aligned, parser_of, write_report
+from tools.workshop.bench.published_checkpoint import write_published_checkpoint
+from tools.workshop.bench.remote import report_progress
+
+_QUIET_S = 0.5
+_READ_BYTES = 8 << 20
+_BLOCK_BYTES = 4 << 20
+_FILE_BYTES = 4 * 10**8  # the size of a BF16 file, so that each worker writes several
+_NUM_STARTS = 5
+
+
+@dataclass(frozen=True)
+class Subject:
+    """``work`` reads ``source`` and writes ``out`` beside it."""
+
+    name: str
+    source: Path
+    work: Callable[[], object]
+    num_workers: int = 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print a table, and write all timings as JSON when asked."""
+    parser = parser_of("convert", __doc__)
+    parser.add_argument("--dir", type=Path, required=True, help="where to work; a few times the checkpoint's size")
+    parser.add_argument("--layers", type=int, default=2, help="decoder layers, the first dense")
+    parser.add_argument("--experts", type=int, default=16, help="experts of a layer")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=2, help="workers of the run that is compared with one worker")
+    parser.add_argument("--cores-per-worker", type=int, default=0, help="cores of a run for each worker; 0: all")
+    parser.add_argument("--cold", action="store_true", help="inputs are not in the page cache")
+    parser.add_argument("--only", default="", help="subjects whose names have this in them, say BF16")
+    parser.add_argument("--leave-out", default="-", help="subjects whose names have this in them, say published")
+
+    def body(arguments: argparse.Namespace) -> None:
+        root = arguments.dir
+        every, only, without = subjects(root, arguments.workers), arguments.only, arguments.leave_out
+        chosen = [subject for subject in every if only in subject.name and without not in subject.name]
+        make_inputs(root, arguments.layers, arguments.experts, {subject.source for subject in chosen})
+        timings = measure(root, chosen, arguments.rounds, arguments.cores_per_worker, arguments.cold)
+        write_report(arguments.json, timings)
+        print("\n".join(table(timings)))
+
+    return run_cli(parser, body, None if argv is None else list(argv))
+
+
+def make_inputs(root: Path, num_layers: int, num_experts: int, sources: Collection[Path]) -> None:
+    """Write a checkpoint of DeepSeek-V3's widths in FP8, in BF16 and, where it is one of the ``sources``, as shards."""
+    counts = {"num_hidden_layers": num_layers, "n_routed_experts": num_experts, "first_k_dense_replace": 1}
+    config = deepseek_v3_config(**counts, vocab_size=16384, n_group=4, topk_group=2, num_nextn_predict_layers=0)
+    write_published_checkpoint(root / "fp8", config, num_files=2 * num_layers)
+    cast(root / "fp8", root / "bf16")
+    if root / "shards" in sources:
+        shard(root / "bf16", root / "shards")
+
+
+def measure(
+    root: Path, subjects: Sequence[Subject], rounds: int, cores_per_worker: int = 0, is_cold: bool = False
+) -> list[dict[str, Any]]:
+    """Seconds, CPU seconds and bytes written of every subject, once a round, in turn."""
+    timings, output = [], root / "out"
+    starts_s = {1: 0.0}
+    for num_workers in {subject.num_workers for subject in subjects} - {1}:
+        with on_cores(num_workers * cores_per_worker):
+            starts_s[num_workers] = min(start_seconds(num_workers) for _ in range(_NUM_STARTS))
+    for round_number in range(rounds):
+        for subject in subjects:
+            shutil.rmtree(output, ignore_errors=True)
+            prepare_cache(root, None if is_cold else subject.source)
+            time.sleep(_QUIET_S)
+            with on_cores(subject.num_workers * cores_per_worker):
+                start, start_cpu = time.perf_counter(), time.process_time()
+                subject.work()
+                seconds, cpu_s = time.perf_counter() - start, time.process_time() - start_cpu
+            seconds -= starts_s[subject.num_workers]
+            num_bytes = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
+            figures = f"{seconds:7.2f} s, {cpu_s:6.2f} of CPU {num_bytes / seconds / 1e9:6.2f} GB/s"
+            report_progress(f"round {round_number} {subject.name:32} {figures}")
+            timings.append({"subject": subject.name, "seconds": seconds, "cpu_s": cpu_s, "num_bytes": num_bytes})
+    shutil.rmtree(output, ignore_errors=True)
+    return timings
+
+
+def prepare_cache(root: Path, warm: Path | None) -> None:
+    """Drop what lies below ``root`` from the page cache, but read ``warm`` into it."""
+    descriptor = os.open(root, os.O_RDONLY)
+    ctypes.CDLL(None).syncfs(descriptor)  # what is not yet on the disk cannot be dropped
+    os.close(descriptor)
+    for path in root.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as stream:
+                if warm not in path.parents:
+                    os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                while warm in path.parents and stream.read(_READ_BYTES):
+                    pass
+
+
+@contextmanager
+def on_cores(count: int) -> Iterator[None]:
+    """Keep all threads of this process, and what they start, on ``count`` cores (0: all); ValueError for too many."""
+    allowed = sorted(os.sched_getaffinity(0))
+    threads = [int(path.name) for path in Path("/proc/self/task").iterdir()]
+    if count > len(allowed):
+        raise ValueError(f"--cores-per-worker: a run would take {count} cores of {len(allowed)}; give fewer --workers")
+    try:
+        for thread in threads:
+            os.sched_setaffinity(thread, allowed[: count or None])
+        yield
+    finally:
+        for thread in threads:
+            os.sched_setaffinity(thread, allowed)
+
+
+def start_seconds(num_workers: int) -> float:
+    """The time to start and stop worker processes."""
+    start = time.perf_counter()
+    list(run_tasks(nothing, [str(worker) for worker in range(num_workers)], num_workers, lambda _: None))
+    return time.perf_counter() - start
+
+
+def subjects(root: Path, num_workers: int) -> list[Subject]:
+    """All subjects, in an order that puts those that are compared next to each other."""
+    fp8, bf16, shards, out = root / "fp8", root / "bf16", root / "shards", root / "out"
+
+    def both(name: str, source: Path, work: Callable[..., None]) -> list[Subject]:
+        several = f"{name}, {num_workers} workers"
+        return [
+            Subject(name, source, partial(work, source, out)),
+            Subject(several, source, partial(work, source, out, num_workers), num_workers),
+        ]
+
+    return [
+        Subject("copy of BF16", bf16, partial(copy, bf16, out)),
+        *both("FP8 to BF16", fp8, cast),
+        Subject("FP8 to BF16, published algorithm", fp8, partial(published_algorithm, fp8, out)),
+        Subject("as many bytes from memory", fp8, partial(write_alone, bf16, out)),
+        Subject("copy of shards", shards, partial(copy, shards, out)),
+        *both("BF16 to shards", bf16, shard),
+        *both("FP8 to shards", fp8, shard),
+    ]
+
+
+def cast(source: Path, target: Path, num_workers: int = 1) -> None:
+    """FP8 to BF16 in files of 0.4 GB."""
+    conversion = plan_cast(source, max_shard_bytes=_FILE_BYTES).conversion
+    convert(conversion, target, RunOptions(num_workers, kernels="native"))
+
+
+def shard(source: Path, target: Path, num_workers: int = 1) -> None:
+    """HF to shards of TP2 EP4 with whole experts."""
+    layout = shard_layout(2, 1, 4, tp_extend_ep=True)
+    request = plan_shards(source, layout, "mindspeed_llm")
+    convert(request.conversion, target, RunOptions(num_workers, kernels="native"))
+
+
+def nothing(task: str, on_bytes: Callable[[int], None]) -> None:
+    """The work of workers whose start is timed."""
+
+
+def copy(source: Path, target: Path) -> None:
+    """Each file as the system copies it, made durable."""
+
+    def copy_file(path: str, to: str) -> None:
+        shutil.copyfile(path, to)
+        sync_path(Path(to))
+
+    shutil.copytree(source, target, copy_function=copy_file)
+
+
+def write_alone(like: Path, target: Path) -> None:
+    """Files of the sizes of those of ``like``, of one block of memory."""
+    target.mkdir()
+    block = os.urandom(_BLOCK_BYTES)
+    for path in like.glob("*.safetensors"):
+        left = path.stat().st_size
+        with SyncedFile(target / path.name) as stream:
+            while left:
+                left -= stream.write(memoryview(block)[:left])
+            stream.sync()
+
+
+@torch.no_grad()
+def published_algorithm(source: Path, target: Path) -> None:
+    """File by file: load all of it, multiply each FP8 weight by its scales repeated to its shape, save all of it."""
+    target.mkdir()
+    weight_map = json.loads((source / "model.safetensors.index.json").read_text())["weight_map"]
+    loaded: dict[str, dict[str, torch.Tensor]] = {}
+
+    def tensor(name: str) -> torch.Tensor:
+        file = weight_map[name]
+        if file not in loaded:
+            loaded[file] = load_file(source / file)
+        return loaded[file][name]
+
+    for file in sorted(set(weight_map.values())):
+        converted = {}
+        for name in [name for name, owner in weight_map.items() if owner == file and not name.endswith(SCALE_SUFFIX)]:
+            weight = tensor(name)
+            if weight.dtype == FP8_DTYPE:
+                rows, columns = weight.shape
+                scale = tensor(name + SCALE_SUFFIX).repeat_interleave(128, 0).repeat_interleave(128, 1)
+                weight = (weight.float() * scale[:rows, :columns]).to(torch.bfloat16)
+            converted[name] = weight
+        save_file(converted, target / file, metadata={"format": "pt"})
+        sync_path(target / file)
+        while len(loaded) > 2:
+            del loaded[next(iter(loaded))]
+    plain = without_quantisation_and_mtp(json.loads((source / "config.json").read_text()))
+    (target / "config.json").write_text(json.dumps(plain))
+
+
+def table(timings: Sequence[dict[str, Any]]) -> list[str]:
+    """Median rate of each subject, and what it is compared with."""
+    rates, cpu_s = {}, {}
+    for name in dict.fromkeys(timing["subject"] for timing in timings):
+        same = [timing for timing in timings if timing["subject"] == name]
+        rates[name] = statistics.median(timing["num_bytes"] / timing["seconds"] / 1e9 for timing in same)
+        cpu_s[name] = statistics.median(timing["cpu_s"] for timing in same)
+    copies = {name: rates.get("copy of shards" if "shards" in name else "copy of BF16") for name in rates}
+    columns = {"": "<34", "GB/s": ">6.2f", "/ copy": ">7.2f", "CPU s": ">6.2f"}
+    parts = {name: rates[name] / copy if copy else None for name, copy in copies.items()}
+    lines = aligned(columns, [(name, rates[name], parts[name], cpu_s[name]) for name in rates])
+    for name in rates:
+        one, _, several = name.partition(", ")
+        if several.endswith("workers") and one in rates:
+            lines.append(f"{name} / one: {rates[name] / rates[one]:.2f}")
+    if {"FP8 to BF16", "FP8 to BF16, published algorithm"} <= rates.keys():
+        plain = rates["FP8 to BF16"] / rates["FP8 to BF16, published algorithm"]
+        lines.append(f"FP8 to BF16 / published algorithm: {plain:.1f}")
+    return lines
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""Programs that ``tools/workshop/bench/remote.py`` starts with the interpreter of an engine's environment."""
