@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from verl.trainer.config.fixed_keys import Given
+from verl.trainer.config.fixed_keys import Given, WithoutEffect
 
 _ACTOR, _REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
 _OVERRIDES = "megatron.override_transformer_config"
@@ -45,8 +45,8 @@ def translate_upstream_keys(given: Given, names: Mapping[str, str]) -> None:
     is_cuda = values.get("trainer.device") == "cuda"
     for key, (value, meaning, reason) in (REPLACED_VALUES | ({} if is_cuda else REPLACED_WITHOUT_CUDA)).items():
         if values.get(key) == value:
-            given.take(key, reason)
             values[key] = meaning
+            given.taken.append(WithoutEffect(key, value, reason))
     if values.get(f"{_REF}.megatron.load_weight") and values.get(f"{_ACTOR}.load_weight") is False:
         given.problems.append(
             f"{_REF}.load_weight is True, but {_ACTOR}.load_weight is False: the reference starts from the actor's "
