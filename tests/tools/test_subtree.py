@@ -20,8 +20,8 @@ from tests.tools.subtree_repos import ROOT, commit, export, git, repository, sta
 from tools import marks
 from tools.subtree import api, compare, manifest, snapshot
 from tools.workshop import adaptations
+from verl.trainer.config.declared import other_names
 from verl.trainer.config.fixed_keys import FIXED_KEYS
-from verl.trainer.config.upstream_keys import MOVED_KEYS
 from verl.workers.config import McoreEngineConfig, overrides
 
 MINIMAL = 'name = "up"\nurl = "u"\nlicence = "MIT"\nsubtree = "ours"\nupstream_root = "pkg"\ntag = "v1"\n'
@@ -112,7 +112,7 @@ def test_every_upstream_with_a_folder_has_a_recorded_api_of_the_pinned_version_a
 def test_every_mirrored_option_is_a_key_or_a_flag_here() -> None:
     engine = "actor_rollout_ref.actor.megatron"
     fields = {field.name for field in dataclasses.fields(McoreEngineConfig)}
-    keys = overrides.TRANSFORMER_OVERRIDES.keys() | {key.rpartition(".")[2] for key in (*FIXED_KEYS, *MOVED_KEYS)}
+    keys = overrides.TRANSFORMER_OVERRIDES.keys() | {key.rpartition(".")[2] for key in (*FIXED_KEYS, *other_names())}
     converters = (convert_ckpt_deepseek3, convert_ckpt_deepseek3_mcore2hf)
     flags = "".join(tool_help(converter) for converter in converters)
     for item in (manifest.load("mindspeed"), manifest.load("mindspeed_llm")):
