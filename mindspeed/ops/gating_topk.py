@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.ops import reference_moe
+from megatron.core.ops.contract import RouterRule
 
 # Codes of npu_moe_gating_top_k.
 SIGMOID = 1  # norm_type
@@ -19,47 +20,24 @@ NORMALISE_THEN_CHOOSE = 0  # renorm, the only one there is
 
 
 def topk_router(
-    logits_TE: Tensor,
-    *,
-    topk: int,
-    num_groups: int | None = None,
-    group_topk: int | None = None,
-    score_function: str = "softmax",
-    pre_softmax: bool = False,
-    norm_topk_prob: bool = True,
-    scaling_factor: float | None = None,
-    expert_bias: Tensor | None = None,
-    chosen_TK: Tensor | None = None,
+    logits_TE: Tensor, rule: RouterRule, expert_bias: Tensor | None = None, chosen_TK: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """See ``megatron.core.ops.contract.TopkRouter``."""
-    if score_function != "sigmoid" or logits_TE.shape[0] == 0:
-        return reference_moe.topk_router(
-            logits_TE,
-            topk=topk,
-            num_groups=num_groups,
-            group_topk=group_topk,
-            score_function=score_function,
-            pre_softmax=pre_softmax,
-            norm_topk_prob=norm_topk_prob,
-            scaling_factor=scaling_factor,
-            expert_bias=expert_bias,
-            chosen_TK=chosen_TK,
-        )
+    if rule.score_function != "sigmoid" or logits_TE.shape[0] == 0:
+        return reference_moe.topk_router(logits_TE, rule, expert_bias, chosen_TK)
     indices_TK = chosen_TK
     if indices_TK is None:
-        indices_TK = _choose(logits_TE.detach(), topk, num_groups, group_topk, expert_bias)
+        indices_TK = _choose(logits_TE.detach(), rule, expert_bias)
     probs_TK = logits_TE.gather(1, indices_TK).sigmoid()
-    if norm_topk_prob and topk > 1:
+    if rule.norm_topk_prob and rule.topk > 1:
         probs_TK = probs_TK / (probs_TK.sum(-1, keepdim=True) + 1e-20)
-    return (probs_TK if scaling_factor is None else probs_TK * scaling_factor), indices_TK
+    return (probs_TK if rule.scaling_factor is None else probs_TK * rule.scaling_factor), indices_TK
 
 
-def _choose(
-    logits_TE: Tensor, topk: int, num_groups: int | None, group_topk: int | None, expert_bias: Tensor | None
-) -> Tensor:
+def _choose(logits_TE: Tensor, rule: RouterRule, expert_bias: Tensor | None) -> Tensor:
     import torch_npu
 
-    has_groups = num_groups is not None and group_topk is not None
+    has_groups = rule.num_groups is not None and rule.group_topk is not None
     bias = None if expert_bias is None else expert_bias.to(logits_TE.dtype)
     # NPU-ADAPTATION(gating-bias): CANN 8.2's kernel does not start without a bias;
     # drop when CANN 8.5 is the oldest supported.
@@ -67,10 +45,10 @@ def _choose(
         bias = torch.zeros_like(logits_TE[0])
     _, indices_TK, _ = torch_npu.npu_moe_gating_top_k(
         logits_TE,
-        topk,
+        rule.topk,
         bias=bias,
-        k_group=group_topk if has_groups else 1,
-        group_count=num_groups if has_groups else 1,
+        k_group=rule.group_topk if has_groups else 1,
+        group_count=rule.num_groups if has_groups else 1,
         group_select_mode=SUM_OF_BEST_TWO,
         renorm=NORMALISE_THEN_CHOOSE,
         norm_type=SIGMOID,

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron.core.ops import TrainOps, reference_ops
+from megatron.core.ops.contract import AdamwSettings
 from megatron.core.ops.cpu import build, cpu_ops
 from megatron.core.ops.cpu.build import run
 from megatron.core.ops.cpu.instructions import multiplies_bfloat16
@@ -230,13 +231,13 @@ def test_adamw_in_one_pass(
     size = 70_001
     param, mean, square = torch.randn(size, generator=generator), *torch.rand(2, size, generator=generator)
     grads = torch.randn(3, size, generator=generator).to(grad_dtype)
-    settings = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "grad_scale": 0.25}
     found = []
     for ops in (CPU, REFERENCE):
         state = [param.clone(), mean.to(moments_dtype, copy=True), square.to(moments_dtype, copy=True)]
         weight = [] if weight_dtype is None else [torch.zeros(size, dtype=weight_dtype)]
         for step, grad in enumerate(grads, start=1):
-            ops.adamw_step(state[0], grad.clone(), *state[1:], *weight, step=step, **settings)
+            how = AdamwSettings(step, 1e-2, (0.9, 0.95), 1e-8, weight_decay=0.1, grad_scale=0.25)
+            ops.adamw_step(state[0], grad.clone(), *state[1:], how, *weight)
         assert all(torch.equal(copy, state[0].to(copy.dtype)) for copy in weight)
         found.append(state)
     for got, want in zip(*found, strict=True):

@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.ops import TrainOps, resolve
+from megatron.core.ops.contract import AdamwSettings, RouterRule
 from megatron.core.ops.cuda import cuda_ops
 from megatron.core.ops.cuda.table import ONLY_ON_GPU
 from tests.megatron.cuda_op_helpers import MARKS, REFERENCE, ROUTERS, TOLERANCE, assert_close, assert_same, randn
@@ -135,7 +136,7 @@ def test_router(cuda: TrainOps, how: dict[str, Any], has_bias: bool) -> None:
     found = []
     for ops in (cuda, REFERENCE):
         logits = randn(torch.float32, 7, experts).requires_grad_()
-        probs, indices = ops.topk_router(logits, expert_bias=bias, **how)
+        probs, indices = ops.topk_router(logits, RouterRule(**how), bias)
         assert indices.dtype == torch.int64
         by_expert = torch.zeros(7, experts).scatter(1, indices, probs)
         by_expert.backward(randn(torch.float32, 7, experts, seed=2))
@@ -146,15 +147,15 @@ def test_router(cuda: TrainOps, how: dict[str, Any], has_bias: bool) -> None:
 
 def test_router_takes_replayed_experts_and_no_tokens(cuda: TrainOps) -> None:
     chosen = torch.tensor([[5, 0], [1, 2]])
-    probs, indices = cuda.topk_router(randn(torch.float32, 2, 6), topk=2, chosen_TK=chosen)
+    probs, indices = cuda.topk_router(randn(torch.float32, 2, 6), RouterRule(topk=2), chosen_TK=chosen)
     assert indices is chosen and probs.shape == (2, 2)
-    assert cuda.topk_router(torch.zeros(0, 6), topk=2)[1].shape == (0, 2)
+    assert cuda.topk_router(torch.zeros(0, 6), RouterRule(topk=2))[1].shape == (0, 2)
 
 
 def test_logits_that_are_no_numbers_choose_experts_that_exist(cuda: TrainOps) -> None:
     """The loss is then no number either, which is reported; an index out of range would stop the device."""
     for how in ROUTERS.values():
-        _, indices = cuda.topk_router(torch.full((2, 12), torch.nan), **how)
+        _, indices = cuda.topk_router(torch.full((2, 12), torch.nan), RouterRule(**how))
         assert indices.min() >= 0 and indices.max() < 12
 
 
@@ -219,13 +220,13 @@ def test_matmul_takes_transposed_operands(cuda: TrainOps, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("moments_dtype", TOLERANCE)
 def test_adamw(cuda: TrainOps, moments_dtype: torch.dtype) -> None:
-    how = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "grad_scale": 0.25}
     found = []
     for ops in (cuda, REFERENCE):
         state = [randn(torch.float32, 50), *(x.to(moments_dtype) for x in randn(torch.float32, 2, 50).square())]
         weight = torch.zeros(50, dtype=torch.bfloat16)
         for step in (1, 2, 3):
-            ops.adamw_step(state[0], randn(torch.bfloat16, 50, seed=step), *state[1:], weight, step=step, **how)
+            how = AdamwSettings(step, 1e-2, (0.9, 0.95), 1e-8, weight_decay=0.1, grad_scale=0.25)
+            ops.adamw_step(state[0], randn(torch.bfloat16, 50, seed=step), *state[1:], how, weight)
         assert torch.equal(weight, state[0].bfloat16())
         found.append(state)
     for got, want in zip(*found, strict=True):

@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.ops import TrainOps
+from megatron.core.ops.contract import AdamwSettings, RouterRule
 from megatron.core.ops.cuda import attention, cuda_ops
 from megatron.core.tensor_parallel.layers import linear, products_of
 from tests.megatron.cuda_op_helpers import MARKS, REFERENCE, ROUTERS, randn
@@ -124,15 +125,15 @@ def test_no_op_makes_the_host_wait(
     w.main_grad = torch.zeros(3, 8, 8)  # type: ignore[attr-defined]
     run("grouped_matmul", x, w, torch.tensor([1, 0, 3]))
     logits = randn(fp32, 4, 8).requires_grad_()
-    probs, indices = run("topk_router", logits, expert_bias=randn(fp32, 8), **ROUTERS["deepseek_v3"])
+    probs, indices = run("topk_router", logits, RouterRule(**ROUTERS["deepseek_v3"]), randn(fp32, 8))
     rows, row_map = run("token_permute", x, indices)
     run("token_unpermute", rows.detach().requires_grad_(), row_map, probs.detach().requires_grad_())
     run("token_unpermute", rows.detach().requires_grad_(), row_map, topk=4)
     lse_T, _ = run("log_sum_exp", x.detach(), with_mean=True)
     run("cross_entropy_grad", x.detach(), lse_T, torch.zeros(4, dtype=torch.int64), torch.ones(4))
     state = randn(fp32, 3, 10).abs().unbind()
-    how = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "grad_scale": 0.5}
-    run("adamw_step", state[0], torch.ones(10), *state[1:], torch.zeros(10, dtype=bf16), step=1, **how)
+    how = AdamwSettings(1, 1e-2, (0.9, 0.95), 1e-8, weight_decay=0.1, grad_scale=0.5)
+    run("adamw_step", state[0], torch.ones(10), *state[1:], how, torch.zeros(10, dtype=bf16))
     assert covered == set(cuda.names)
 
 

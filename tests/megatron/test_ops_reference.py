@@ -9,7 +9,7 @@ import torch
 from torch.autograd import gradcheck
 
 from megatron.core.ops import reference_ops, resolve
-from megatron.core.ops.contract import TrainOps
+from megatron.core.ops.contract import AdamwSettings, RouterRule, TrainOps
 
 OPS = reference_ops()
 
@@ -141,15 +141,8 @@ def _naive_deepseek_route(logits: list[float], bias: list[float]) -> dict[int, f
 
 def test_deepseek_routing() -> None:
     logits, bias = _randn(32, 8), _randn(8, seed=1) * 2  # a bias this large makes biased scores negative
-    probs, indices = OPS.topk_router(
-        logits,
-        topk=3,
-        num_groups=4,
-        group_topk=2,
-        score_function="sigmoid",
-        scaling_factor=2.5,
-        expert_bias=bias,
-    )
+    rule = RouterRule(topk=3, num_groups=4, group_topk=2, score_function="sigmoid", scaling_factor=2.5)
+    probs, indices = OPS.topk_router(logits, rule, bias)
     for token in range(32):
         expected = _naive_deepseek_route(logits[token].tolist(), bias.tolist())
         got = dict(zip(indices[token].tolist(), probs[token].tolist(), strict=True))
@@ -158,11 +151,12 @@ def test_deepseek_routing() -> None:
 
 def test_softmax_routing() -> None:
     logits = _randn(16, 6)
-    probs, indices = OPS.topk_router(logits, topk=2)
+    probs, indices = OPS.topk_router(logits, RouterRule(topk=2))
     best, where = logits.topk(2)
     torch.testing.assert_close(probs.sort(-1).values, best.softmax(-1).sort(-1).values)
     assert (indices.sort(-1).values == where.sort(-1).values).all()
-    probs, indices = OPS.topk_router(logits, topk=2, pre_softmax=True, num_groups=3, group_topk=1, scaling_factor=2.0)
+    rule = RouterRule(topk=2, pre_softmax=True, num_groups=3, group_topk=1, scaling_factor=2.0)
+    probs, indices = OPS.topk_router(logits, rule)
     torch.testing.assert_close(probs, 2 * logits.softmax(-1).gather(1, indices))
     assert (indices // 2 == logits.argmax(-1, keepdim=True) // 2).all()
 
@@ -170,7 +164,8 @@ def test_softmax_routing() -> None:
 def test_router_gradient() -> None:
     logits = _randn(4, 8).requires_grad_()
     for function in ("sigmoid", "softmax"):
-        assert gradcheck(lambda x, f=function: OPS.topk_router(x, topk=3, score_function=f)[0], (logits,))
+        rule = RouterRule(topk=3, score_function=function)
+        assert gradcheck(lambda x, rule=rule: OPS.topk_router(x, rule)[0], (logits,))
 
 
 def test_adamw_equals_torch() -> None:
@@ -182,9 +177,8 @@ def test_adamw_equals_torch() -> None:
         grad = torch.randn(50)
         theirs.grad = grad.clone()
         optimizer.step()
-        OPS.adamw_step(
-            ours, grad, exp_avg, exp_avg_sq, step=step, lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
-        )
+        how = AdamwSettings(step, lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+        OPS.adamw_step(ours, grad, exp_avg, exp_avg_sq, how)
     torch.testing.assert_close(ours, theirs.detach(), rtol=1e-6, atol=1e-7)
 
 

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megatron.core import tensor_parallel as tp
 from megatron.core.ops import reference_fp8, reference_ops
 from megatron.core.parallel_state import ProcessGroups, initialize_model_parallel
+from megatron.core.tensor_parallel import cross_entropy, layers, mappings
 from megatron.core.tensor_parallel.weight_init import WeightInit
 from megatron.core.transformer.transformer_config import ModelParallelConfig
 from tests.megatron.model_helpers import one_process_groups
@@ -44,8 +44,8 @@ def _linears(groups: ProcessGroups, rank: int, size: int) -> None:
     expected.backward(out_grad)
     for is_sequence_parallel in (True, False):
         config = ModelParallelConfig(sequence_parallel=is_sequence_parallel)
-        up = tp.ColumnParallelLinear(config, groups, reference_ops(), 4, 8)
-        down = tp.RowParallelLinear(config, groups, reference_ops(), 8, 4)
+        up = layers.ColumnParallelLinear(config, groups, reference_ops(), 4, 8)
+        down = layers.RowParallelLinear(config, groups, reference_ops(), 8, 4)
         up.init_weights(init, "up")
         down.init_weights(init, "down")
 
@@ -77,9 +77,9 @@ def _fp8_linears(groups: ProcessGroups, rank: int, size: int) -> None:
     rows = slice(3 * rank, 3 * rank + 3)  # this rank's tokens
     columns, every = slice(128 * rank, 128 * rank + 128), slice(None)
     for layer, x_local, grad_local, y_part, x_part, w_part in (
-        (tp.ColumnParallelLinear, x[rows], grad[:, columns], (every, columns), (rows, every), columns),
+        (layers.ColumnParallelLinear, x[rows], grad[:, columns], (every, columns), (rows, every), columns),
         (
-            tp.RowParallelLinear,
+            layers.RowParallelLinear,
             x[:, columns],
             grad[rows],
             (rows, slice(256)),
@@ -105,7 +105,7 @@ def _embedding(groups: ProcessGroups, rank: int, size: int) -> None:
     whole = WeightInit(3, 1.0).normal("words", 8, 4).requires_grad_()
     out_grad = _full(6, 4, seed=1).float()
     F.embedding(ids, whole).backward(out_grad)
-    words = tp.VocabParallelEmbedding(ModelParallelConfig(sequence_parallel=True), groups, 8, 4)
+    words = layers.VocabParallelEmbedding(ModelParallelConfig(sequence_parallel=True), groups, 8, 4)
     words.init_weights(WeightInit(3, 1.0), "words")
     y = words(ids)
     y.backward(out_grad.chunk(size)[rank])
@@ -124,10 +124,10 @@ def _losses(group: dist.ProcessGroup, rank: int, size: int) -> None:
     }
     local = whole.detach().chunk(size, dim=1)[rank].clone().requires_grad_()
     got = {
-        "loss": tp.vocab_parallel_cross_entropy(local, target, group, reference_ops()),
-        "entropy": tp.vocab_parallel_entropy(local, group, reference_ops()),
+        "loss": cross_entropy.vocab_parallel_cross_entropy(local, target, group, reference_ops()),
+        "entropy": cross_entropy.vocab_parallel_entropy(local, group, reference_ops()),
     }
-    loss, entropy = tp.vocab_parallel_cross_entropy_and_entropy(local, target, group, reference_ops())
+    loss, entropy = cross_entropy.vocab_parallel_cross_entropy_and_entropy(local, target, group, reference_ops())
     _close(entropy, expected["entropy"])
     assert not entropy.requires_grad and torch.equal(loss, got["loss"])
     for name in expected:
@@ -139,7 +139,7 @@ def _losses(group: dist.ProcessGroup, rank: int, size: int) -> None:
 
 def _mappings(group: dist.ProcessGroup, rank: int, size: int) -> None:
     """<A x, y> summed over the ranks equals <x, A^T y>: every backward is the transpose of its forward."""
-    for mapping in (tp.gather_from_sequence_parallel_region, tp.reduce_scatter_to_sequence_parallel_region):
+    for mapping in (mappings.gather_from_sequence_parallel_region, mappings.reduce_scatter_to_sequence_parallel_region):
         x = _full(4, 4, seed=rank).requires_grad_()
         y = mapping(x, group)
         other = _full(*y.shape, seed=10 + rank)
@@ -148,10 +148,10 @@ def _mappings(group: dist.ProcessGroup, rank: int, size: int) -> None:
         dist.all_reduce(sides, group=group)
         _close(sides[0], sides[1])
     whole = _full(4, 4, seed=5)
-    _close(tp.gather_from_sequence_parallel_region(whole.chunk(size)[rank], group), whole)
-    _close(tp.reduce_from_tensor_model_parallel_region(whole, group), whole * size)
+    _close(mappings.gather_from_sequence_parallel_region(whole.chunk(size)[rank], group), whole)
+    _close(mappings.reduce_from_tensor_model_parallel_region(whole, group), whole * size)
     x = whole.clone().requires_grad_()
-    tp.copy_to_tensor_model_parallel_region(x, group).sum().backward()
+    mappings.copy_to_tensor_model_parallel_region(x, group).sum().backward()
     _close(x.grad, torch.full_like(x, size))
 
 
@@ -159,7 +159,7 @@ def _uneven_all_to_all(group: dist.ProcessGroup, rank: int, size: int) -> None:
     send = [[1, 3], [0, 2]][rank]
     receive = [[1, 0], [3, 2]][rank]
     x = (torch.arange(float(sum(send))) + 10 * rank).unsqueeze(1).requires_grad_()
-    y = tp.all_to_all(group, x, receive, send)
+    y = mappings.all_to_all(group, x, receive, send)
     assert y.flatten().tolist() == [[0.0], [1.0, 2.0, 3.0, 10.0, 11.0]][rank]
     (y * y.detach()).sum().backward()
     assert x.grad is not None and x.grad.flatten().tolist() == x.flatten().tolist()
@@ -184,7 +184,7 @@ def test_losses_in_bf16_and_over_several_chunks() -> None:
 
 def _loss_and_grad(logits: torch.Tensor, target: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
     logits = logits.detach().requires_grad_()
-    loss = tp.vocab_parallel_cross_entropy(logits, target, group, reference_ops())
-    entropy = tp.vocab_parallel_entropy(logits, group, reference_ops())
+    loss = cross_entropy.vocab_parallel_cross_entropy(logits, target, group, reference_ops())
+    entropy = cross_entropy.vocab_parallel_entropy(logits, group, reference_ops())
     grads = [torch.autograd.grad(value.sum(), logits)[0] for value in (loss, entropy)]
     return [loss.detach(), grads[0], entropy.detach(), grads[1]]

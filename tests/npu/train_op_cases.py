@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.ops.contract import TrainOps
+from megatron.core.ops.contract import AdamwSettings, RouterRule, TrainOps
 from tests.npu.op_parity import BF16, FP32, Call, Entry, Maker
 
 
@@ -268,7 +268,7 @@ def router(new: Maker, size: Sizes, tokens: int | None = None, has_bias: bool = 
     }
 
     def run(ops: TrainOps, logits: Tensor, bias: Tensor | None) -> Tensor:
-        probs, indices = ops.topk_router(logits, expert_bias=bias, **options)
+        probs, indices = ops.topk_router(logits, RouterRule(**options), bias)
         assert indices.dtype == torch.int64 and probs.dtype == FP32
         return torch.zeros_like(logits).scatter(1, indices, probs)
 
@@ -296,9 +296,8 @@ def router_of_given_choices(new: Maker, size: Sizes) -> Call:
     """As in router replay: the weights are those of the gate at experts that it may not have picked."""
 
     def run(ops: TrainOps, logits: Tensor, chosen: Tensor) -> Tensor:
-        probs, indices = ops.topk_router(
-            logits, topk=size.choices, score_function="sigmoid", scaling_factor=2.5, chosen_TK=chosen
-        )
+        rule = RouterRule(size.choices, score_function="sigmoid", scaling_factor=2.5)
+        probs, indices = ops.topk_router(logits, rule, chosen_TK=chosen)
         assert indices is chosen
         return probs
 
@@ -327,9 +326,9 @@ def adamw(new: Maker, size: Sizes) -> Call:
     """Three steps in place, the gradients clipped; all but the float32 parameter is of the case's dtype."""
 
     def run(ops: TrainOps, param: Tensor, weight: Tensor, grad: Tensor, *moments: Tensor) -> tuple[Tensor, ...]:
-        settings: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
         for step in (1, 2, 3):
-            ops.adamw_step(param, grad.clone(), *moments, weight, step=step, grad_scale=0.5, **settings)
+            how = AdamwSettings(step, 1e-2, (0.9, 0.95), 1e-8, weight_decay=0.1, grad_scale=0.5)
+            ops.adamw_step(param, grad.clone(), *moments, how, weight)
         return param, weight, *moments
 
     weight, grad, exp_avg = (new.floats(size.parameters) for _ in range(3))

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron.core.ops.contract import AdamwSettings
 from megatron.core.ops.fused_adamw import adamw_step
 from megatron.core.ops.reference import reference_ops
 from mindspeed.ops import train_ops
@@ -145,8 +146,8 @@ def _fixed_lengths(generator: torch.Generator) -> tuple[Tensor]:
 
 
 def _adamw(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> tuple[Tensor, ...]:
-    settings = {"step": 3, "lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-    adamw_step(param, grad, exp_avg, exp_avg_sq, **settings)  # type: ignore[arg-type]
+    settings = AdamwSettings(step=3, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    adamw_step(param, grad, exp_avg, exp_avg_sq, settings)
     return param, exp_avg, exp_avg_sq
 
 

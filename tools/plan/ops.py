@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.core.ops import TrainOps, reference_ops
+from megatron.core.ops.contract import RouterRule
 from megatron.core.ops.cpu import cpu_ops
 from megatron.core.ops.reference_attention import MAX_SCORES, attention_block, attention_block_grad
 from megatron.core.ops.reference_moe import topk_router
@@ -71,9 +71,11 @@ def train_ops(
     elif device == "cuda":
         table = cuda_table(table, tp_comm_overlap, has_fp8)
 
-    def route(logits_TE: Tensor, *, topk: int, chosen_TK: Tensor | None = None, **how: Any) -> tuple[Tensor, Tensor]:
-        chosen_TK = routing.chosen(logits_TE.shape[0], topk, logits_TE.shape[1])  # also where choices are replayed
-        return topk_router(logits_TE, topk=topk, chosen_TK=chosen_TK, **how)
+    def route(
+        logits_TE: Tensor, rule: RouterRule, expert_bias: Tensor | None = None, chosen_TK: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        chosen_TK = routing.chosen(logits_TE.shape[0], rule.topk, logits_TE.shape[1])  # also where choices are replayed
+        return topk_router(logits_TE, rule, expert_bias, chosen_TK)
 
     return replace(table, topk_router=route)
 

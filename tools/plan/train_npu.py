@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.ops import TrainOps
+from megatron.core.ops.contract import AdamwSettings
 from megatron.core.ops.reference import in_float32
 from megatron.core.ops.reference_moe import GroupedMatmulFunction
 from mindspeed.ops.grouped_matmul import has_float32_sums
@@ -163,12 +164,10 @@ def _adamw_step(
     grad: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
+    how: AdamwSettings,
     weight: Tensor | None = None,
-    *,
-    grad_scale: float = 1.0,
-    **how: Any,
 ) -> None:
-    with in_float32(grad, exp_avg, exp_avg_sq, scale=grad_scale):
+    with in_float32(grad, exp_avg, exp_avg_sq, scale=how.grad_scale):
         launched(2)  # the number of the step is a tensor there
     if weight is not None:
         weight.copy_(param)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.ops import reference
-from megatron.core.ops.contract import TrainOps
+from megatron.core.ops.contract import RouterRule, TrainOps
 from megatron.core.ops.cpu import cpu_ops
 from megatron.core.ops.cpu.attention import core_attention as cpu_attention
 from megatron.core.ops.reference_moe import GroupedMatmulFunction
@@ -97,50 +97,32 @@ def token_unpermute(rows: Tensor, row_map: Tensor, probs_TK: Tensor | None = Non
 
 
 def topk_router(
-    logits_TE: Tensor,
-    *,
-    topk: int,
-    num_groups: int | None = None,
-    group_topk: int | None = None,
-    score_function: str = "softmax",
-    pre_softmax: bool = False,
-    norm_topk_prob: bool = True,
-    scaling_factor: float | None = None,
-    expert_bias: Tensor | None = None,
-    chosen_TK: Tensor | None = None,
+    logits_TE: Tensor, rule: RouterRule, expert_bias: Tensor | None = None, chosen_TK: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """See ``contract.TopkRouter``; choices in ascending order."""
-    is_sigmoid = score_function == "sigmoid"
+    is_sigmoid = rule.score_function == "sigmoid"
 
     def scores(logits_TE: Tensor) -> Tensor:
         if is_sigmoid:
             return exact_math.sigmoid(logits_TE)
-        return exact_math.softmax(logits_TE) if pre_softmax else logits_TE
+        return exact_math.softmax(logits_TE) if rule.pre_softmax else logits_TE
 
     if chosen_TK is None:
-        groups = (num_groups or 1, group_topk or 1)
+        groups = (rule.num_groups or 1, rule.group_topk or 1, 2 if is_sigmoid else 1)
         with torch.no_grad():
-            chosen_TK = exact_math.choose_experts(scores(logits_TE), expert_bias, topk, *groups, 2 if is_sigmoid else 1)
+            chosen_TK = exact_math.choose_experts(scores(logits_TE), expert_bias, rule.topk, *groups)
     indices_TK = chosen_TK
 
     def weights(logits_TE: Tensor) -> Tensor:
         probs_TK = scores(logits_TE).gather(1, indices_TK)
-        if is_sigmoid and norm_topk_prob and topk > 1:
+        if is_sigmoid and rule.norm_topk_prob and rule.topk > 1:
             probs_TK = probs_TK / (exact_math.in_order(probs_TK) + 1e-20)
-        elif not is_sigmoid and not pre_softmax:
+        elif not is_sigmoid and not rule.pre_softmax:
             probs_TK = exact_math.softmax(probs_TK)
-        return probs_TK if scaling_factor is None else probs_TK * scaling_factor
+        return probs_TK if rule.scaling_factor is None else probs_TK * rule.scaling_factor
 
     def reference_weights(logits_TE: Tensor) -> Tensor:
-        return reference_topk_router(
-            logits_TE,
-            topk=topk,
-            score_function=score_function,
-            pre_softmax=pre_softmax,
-            norm_topk_prob=norm_topk_prob,
-            scaling_factor=scaling_factor,
-            chosen_TK=indices_TK,
-        )[0]
+        return reference_topk_router(logits_TE, rule, chosen_TK=indices_TK)[0]
 
     return _differentiable(weights, reference_weights, logits_TE), indices_TK
 

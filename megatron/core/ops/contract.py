@@ -197,6 +197,19 @@ class TokenUnpermute(Protocol):
     def __call__(self, rows: Tensor, row_map: Tensor, probs_TK: Tensor | None = None, topk: int = 1) -> Tensor: ...
 
 
+@dataclass(frozen=True)
+class RouterRule:
+    """How a router picks ``topk`` experts for each token and weights them; ``TopkRouter`` says what the fields do."""
+
+    topk: int
+    num_groups: int | None = None
+    group_topk: int | None = None
+    score_function: str = "softmax"
+    pre_softmax: bool = False
+    norm_topk_prob: bool = True
+    scaling_factor: float | None = None
+
+
 class TopkRouter(Protocol):
     """logits_TE float32 -> (probs_TK float32, indices_TK int64): the K experts of each token and their weights.
 
@@ -213,14 +226,7 @@ class TopkRouter(Protocol):
     def __call__(
         self,
         logits_TE: Tensor,
-        *,
-        topk: int,
-        num_groups: int | None = None,
-        group_topk: int | None = None,
-        score_function: str = "softmax",
-        pre_softmax: bool = False,
-        norm_topk_prob: bool = True,
-        scaling_factor: float | None = None,
+        rule: RouterRule,
         expert_bias: Tensor | None = None,
         chosen_TK: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...
@@ -244,8 +250,20 @@ class CrossEntropyGrad(Protocol):
     def __call__(self, logits_TV: Tensor, lse_T: Tensor, target_T: Tensor, grad_T: Tensor) -> Tensor: ...
 
 
+@dataclass(frozen=True)
+class AdamwSettings:
+    """The numbers of one AdamW step, as in ``AdamwStep``'s formula; ``step`` counts from 1, ``wd`` is weight_decay."""
+
+    step: int
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    grad_scale: float = 1.0
+
+
 class AdamwStep(Protocol):
-    """One AdamW step (arXiv 1711.05101) in place on flat tensors of one length; ``step`` counts from 1.
+    """One AdamW step (arXiv 1711.05101) in place on flat tensors of one length.
 
     ``g = grad_scale grad``; ``p *= 1 - lr wd``; ``m = b1 m + (1-b1) g``; ``v = b2 v + (1-b2) g^2``;
     ``p -= lr m/(1-b1^step) / (sqrt(v/(1-b2^step)) + eps)``; ``weight = p``.
@@ -260,14 +278,8 @@ class AdamwStep(Protocol):
         grad: Tensor,
         exp_avg: Tensor,
         exp_avg_sq: Tensor,
+        how: AdamwSettings,
         weight: Tensor | None = None,
-        *,
-        step: int,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
-        grad_scale: float = 1.0,
     ) -> None: ...
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron.core.ops.contract import AdamwSettings
 from megatron.core.ops.reference import in_float32
 
 
@@ -18,29 +19,23 @@ def adamw_step(
     grad: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
+    how: AdamwSettings,
     weight: Tensor | None = None,
-    *,
-    step: int,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    grad_scale: float = 1.0,
 ) -> None:
     """See ``contract.AdamwStep``: in float32 each value is read and written once, without temporaries."""
-    with in_float32(grad, exp_avg, exp_avg_sq, scale=grad_scale) as (wide_grad, mean, square):
+    with in_float32(grad, exp_avg, exp_avg_sq, scale=how.grad_scale) as (wide_grad, mean, square):
         torch._fused_adamw_(
             [param],
             [wide_grad],
             [mean],
             [square],
             [],
-            [torch.full((1,), float(step), device=param.device)],
-            lr=lr,
-            beta1=betas[0],
-            beta2=betas[1],
-            weight_decay=weight_decay,
-            eps=eps,
+            [torch.full((1,), float(how.step), device=param.device)],
+            lr=how.lr,
+            beta1=how.betas[0],
+            beta2=how.betas[1],
+            weight_decay=how.weight_decay,
+            eps=how.eps,
             amsgrad=False,
             maximize=False,
         )

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.ops.contract import TrainOps
+from megatron.core.ops.contract import AdamwSettings, TrainOps
 from megatron.core.ops.reference_attention import attention_block, attention_block_grad, core_attention
 from megatron.core.ops.reference_moe import grouped_matmul, token_permute, token_unpermute, topk_router
 from megatron.core.ops.reference_vocab import cross_entropy_grad, log_sum_exp
@@ -67,22 +67,17 @@ def adamw_step(
     grad: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
+    how: AdamwSettings,
     weight: Tensor | None = None,
-    *,
-    step: int,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    grad_scale: float = 1.0,
 ) -> None:
     """See ``contract.AdamwStep``; needs one temporary of the parameter's size."""
-    beta1, beta2 = betas
-    with in_float32(grad, exp_avg, exp_avg_sq, scale=grad_scale) as (wide_grad, mean, square):
+    beta1, beta2 = how.betas
+    with in_float32(grad, exp_avg, exp_avg_sq, scale=how.grad_scale) as (wide_grad, mean, square):
         mean.lerp_(wide_grad, 1 - beta1)
         square.mul_(beta2).addcmul_(wide_grad, wide_grad, value=1 - beta2)
-        denominator = (square / (1 - beta2**step)).sqrt_().add_(eps)
-        param.mul_(1 - lr * weight_decay).addcdiv_(mean, denominator, value=-lr / (1 - beta1**step))
+        denominator = (square / (1 - beta2**how.step)).sqrt_().add_(how.eps)
+        param.mul_(1 - how.lr * how.weight_decay)
+        param.addcdiv_(mean, denominator, value=-how.lr / (1 - beta1**how.step))
     if weight is not None:
         weight.copy_(param)
 

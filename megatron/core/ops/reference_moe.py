@@ -8,42 +8,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.ops.contract import RouterRule
+
 
 def topk_router(
-    logits_TE: Tensor,
-    *,
-    topk: int,
-    num_groups: int | None = None,
-    group_topk: int | None = None,
-    score_function: str = "softmax",
-    pre_softmax: bool = False,
-    norm_topk_prob: bool = True,
-    scaling_factor: float | None = None,
-    expert_bias: Tensor | None = None,
-    chosen_TK: Tensor | None = None,
+    logits_TE: Tensor, rule: RouterRule, expert_bias: Tensor | None = None, chosen_TK: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """See ``contract.TopkRouter``. Groups that lost are masked with -inf, so that negative scores cannot win either."""
-    is_sigmoid = score_function == "sigmoid"
+    is_sigmoid = rule.score_function == "sigmoid"
     if is_sigmoid:
         scores_TE = logits_TE.sigmoid()
     else:
-        scores_TE = logits_TE.softmax(-1) if pre_softmax else logits_TE
+        scores_TE = logits_TE.softmax(-1) if rule.pre_softmax else logits_TE
     indices_TK = chosen_TK
     if indices_TK is None:
         choice_TE = scores_TE.detach()
         if expert_bias is not None:
             choice_TE = choice_TE + expert_bias
-        if num_groups is not None and group_topk is not None:
-            choice_TE = _keep_best_groups(choice_TE, num_groups, group_topk, best_of_group=2 if is_sigmoid else 1)
-        indices_TK = choice_TE.topk(topk, dim=-1, sorted=False).indices
+        if rule.num_groups is not None and rule.group_topk is not None:
+            choice_TE = _keep_best_groups(choice_TE, rule.num_groups, rule.group_topk, 2 if is_sigmoid else 1)
+        indices_TK = choice_TE.topk(rule.topk, dim=-1, sorted=False).indices
     probs_TK = scores_TE.gather(1, indices_TK)
-    if is_sigmoid and norm_topk_prob and topk > 1:
+    if is_sigmoid and rule.norm_topk_prob and rule.topk > 1:
         probs_TK = probs_TK / (probs_TK.sum(-1, keepdim=True) + 1e-20)
-    elif not is_sigmoid and not pre_softmax:
+    elif not is_sigmoid and not rule.pre_softmax:
         probs_TK = probs_TK.softmax(-1)
-    if scaling_factor is not None:
-        probs_TK = probs_TK * scaling_factor
-    return probs_TK, indices_TK
+    return (probs_TK if rule.scaling_factor is None else probs_TK * rule.scaling_factor), indices_TK
 
 
 def _keep_best_groups(choice_TE: Tensor, num_groups: int, group_topk: int, best_of_group: int) -> Tensor:

@@ -20,6 +20,7 @@ from megatron.core.distributed import (
 from megatron.core.distributed.finite_check import find_non_finite
 from megatron.core.distributed.offload import HostTensor, OffloadableTensor, SharedTensor
 from megatron.core.ops import TrainOps
+from megatron.core.ops.contract import AdamwSettings
 from megatron.core.optimizer.clip_grads import clip_coefficient, get_grad_norm_fp32, local_square_sum
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_state import ProcessGroups
@@ -301,17 +302,7 @@ class DistributedOptimizer:
         self, state: tuple[Tensor, ...], grads: Tensor, params: Tensor | None, group: dict[str, float], ops: TrainOps
     ) -> None:
         """One step on ``state`` and the parameters, if these are others; ``grads`` are of no use after it."""
+        betas = self.config.adam_beta1, self.config.adam_beta2
+        numbers = group["lr"], betas, self.config.adam_eps, group["weight_decay"], self.clip_coefficient
         master, exp_avg, exp_avg_sq = state
-        ops.adamw_step(
-            master,
-            grads,
-            exp_avg,
-            exp_avg_sq,
-            params,
-            step=self.num_steps,
-            lr=group["lr"],
-            betas=(self.config.adam_beta1, self.config.adam_beta2),
-            eps=self.config.adam_eps,
-            weight_decay=group["weight_decay"],
-            grad_scale=self.clip_coefficient,
-        )
+        ops.adamw_step(master, grads, exp_avg, exp_avg_sq, AdamwSettings(self.num_steps, *numbers), params)

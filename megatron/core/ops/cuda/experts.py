@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.ops import reference_moe
+from megatron.core.ops.contract import RouterRule
 from megatron.core.ops.cuda.kernels import experts as kernels
 from megatron.core.ops.cuda.launch import block_of, cdiv, has_dtype
 from megatron.core.utils import async_h2d
@@ -91,35 +92,14 @@ def _added_rows(rows: Tensor, row_map: Tensor, probs_TK: Tensor | None, topk: in
 
 
 def topk_router(
-    logits_TE: Tensor,
-    *,
-    topk: int,
-    num_groups: int | None = None,
-    group_topk: int | None = None,
-    score_function: str = "softmax",
-    pre_softmax: bool = False,
-    norm_topk_prob: bool = True,
-    scaling_factor: float | None = None,
-    expert_bias: Tensor | None = None,
-    chosen_TK: Tensor | None = None,
+    logits_TE: Tensor, rule: RouterRule, expert_bias: Tensor | None = None, chosen_TK: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """See ``contract.TopkRouter``: one kernel chooses; the weights stay in torch, which has their gradient."""
     if chosen_TK is None and logits_TE.dtype == torch.float32:
-        groups = (1, 0) if num_groups is None or group_topk is None else (num_groups, group_topk)
-        scores = "sigmoid" if score_function == "sigmoid" else "softmax" if pre_softmax else "logits"
-        chosen_TK = _choose(logits_TE.detach().contiguous(), topk, *groups, scores, expert_bias)
-    return reference_moe.topk_router(
-        logits_TE,
-        topk=topk,
-        num_groups=num_groups,
-        group_topk=group_topk,
-        score_function=score_function,
-        pre_softmax=pre_softmax,
-        norm_topk_prob=norm_topk_prob,
-        scaling_factor=scaling_factor,
-        expert_bias=expert_bias,
-        chosen_TK=chosen_TK,
-    )
+        groups = (1, 0) if rule.num_groups is None or rule.group_topk is None else (rule.num_groups, rule.group_topk)
+        scores = "sigmoid" if rule.score_function == "sigmoid" else "softmax" if rule.pre_softmax else "logits"
+        chosen_TK = _choose(logits_TE.detach().contiguous(), rule.topk, *groups, scores, expert_bias)
+    return reference_moe.topk_router(logits_TE, rule, expert_bias, chosen_TK)
 
 
 def _choose(

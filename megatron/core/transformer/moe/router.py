@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.ops import TrainOps
+from megatron.core.ops.contract import RouterRule
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import ProcessGroups
 from megatron.core.tensor_parallel.layers import MatmulProducts, linear, set_tensor_model_parallel_attributes
@@ -39,6 +40,15 @@ class TopKRouter(nn.Module):
         self.num_experts = config.num_moe_experts
         self.groups = groups
         self.products, self.topk_router = MatmulProducts(ops.matmul), ops.topk_router
+        self.rule = RouterRule(
+            config.moe_router_topk,
+            config.moe_router_num_groups,
+            config.moe_router_group_topk,
+            config.moe_router_score_function,
+            config.moe_router_pre_softmax,
+            config.moe_router_norm_topk_prob,
+            config.moe_router_topk_scaling_factor,
+        )
         self.global_layer = global_layer
         self.is_counting = True
         self.aux_loss_scaler = AuxLossScaler()
@@ -96,19 +106,7 @@ class TopKRouter(nn.Module):
         return async_h2d(chosen_TK, logits_TE.device)
 
     def _route(self, logits_TE: Tensor, chosen_TK: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        config = self.config
-        return self.topk_router(
-            logits_TE,
-            topk=config.moe_router_topk,
-            num_groups=config.moe_router_num_groups,
-            group_topk=config.moe_router_group_topk,
-            score_function=config.moe_router_score_function,
-            pre_softmax=config.moe_router_pre_softmax,
-            norm_topk_prob=config.moe_router_norm_topk_prob,
-            scaling_factor=config.moe_router_topk_scaling_factor,
-            expert_bias=self.expert_bias,
-            chosen_TK=chosen_TK,
-        )
+        return self.topk_router(logits_TE, self.rule, self.expert_bias, chosen_TK)
 
     def _count(self, indices_TK: Tensor, is_real_T: Tensor | None = None) -> Tensor:
         """How often each expert was chosen, [E]: int64, or float32 of the real tokens only."""
