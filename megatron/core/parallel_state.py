@@ -108,13 +108,9 @@ def initialize_model_parallel(
 
     ``layout`` are the other fields of ``ParallelLayout``. The backend is the world's.
     """
-    sizes: dict[str, Any] = {
-        "world_size": _world_size(),
-        "tensor_model_parallel_size": tensor_model_parallel_size,
-        "pipeline_model_parallel_size": pipeline_model_parallel_size,
-        "virtual_pipeline_model_parallel_size": virtual_pipeline_model_parallel_size or 1,
-    }
-    return initialize_from_layout(ParallelLayout(**sizes, **layout), distributed_timeout_minutes)
+    layout["virtual_pipeline_model_parallel_size"] = virtual_pipeline_model_parallel_size or 1
+    sizes = _world_size(), tensor_model_parallel_size, pipeline_model_parallel_size
+    return initialize_from_layout(ParallelLayout(*sizes, **layout), distributed_timeout_minutes)
 
 
 def initialize_from_layout(

@@ -8,9 +8,9 @@ from torch import nn
 
 from megatron.core.parallel_state import ProcessGroups, initialize_model_parallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.pipeline_parallel import p2p_communication as p2p
+from megatron.core.pipeline_parallel.p2p_communication import PipelineLink
 from tests.parallel.launcher import run_ranks
-from tests.parallel.toy import HIDDEN, ToyStage, toy_batches, toy_config, toy_forward_step, toy_stage
+from tests.parallel.toy import HIDDEN, ToyStage, toy_batches, toy_config, toy_forward_step, toy_output_step, toy_stage
 
 
 def _one_process(batches: list, num_layers: int, is_mean: bool) -> tuple[nn.Module, list[float], list[torch.Tensor]]:
@@ -51,29 +51,29 @@ def _check_against_one_process(
     metrics = run(data_iterator=iter(batches), forward_only=True, **common)
     assert [m["loss"] for m in metrics] == pytest.approx(losses if groups.is_last_stage else [], rel=1e-6)
     assert all(param.grad is None for param in stage.parameters())
-    seen = run(data_iterator=iter(batches), forward_only=True, collect_non_loss_data=True, **common)
+    seen = run(data_iterator=iter(batches), forward_only=True, **common | {"forward_step_func": toy_output_step})
     assert len(seen) == (len(sizes) if groups.is_last_stage else 0)
     for got, want in zip(seen, outputs, strict=False):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
 def _exchange_large_tensors_both_ways(groups: ProcessGroups) -> None:
-    link = p2p.PipelineLink.of(groups, torch.float32, torch.device("cpu"))
+    link = PipelineLink.of(groups, torch.float32, torch.device("cpu"))
     shape = (1 << 21,)  # 8 MiB: more than any socket buffers, so one-sided sends would block
     mine = torch.full(shape, float(groups.rank))
     for _ in range(3):
         if groups.is_first_stage:
-            got = p2p.send_forward_recv_backward(mine, shape, link)
+            got = link.exchange(send_next=mine, recv_next=shape)
         else:
-            got = p2p.send_backward_recv_forward(mine, shape, link)
+            got = link.exchange(send_prev=mine, recv_prev=shape)
         assert got is not None
         assert got.requires_grad == groups.is_last_stage
         assert got.eq(1 - groups.rank).all()
-    assert p2p.recv_forward(shape, link) is None if groups.is_first_stage else True
+    assert link.exchange(recv_prev=shape) is None if groups.is_first_stage else True
     if groups.is_first_stage:
-        p2p.send_forward(mine, link)
+        link.exchange(send_next=mine)
     else:
-        p2p.recv_forward(shape, link)
+        link.exchange(recv_prev=shape)
 
 
 def _two_stages() -> None:
@@ -101,14 +101,3 @@ def test_three_uneven_stages_equal_one_process_also_with_fewer_micro_batches() -
 def test_one_stage_equals_one_process(one_rank: ProcessGroups) -> None:
     _check_against_one_process((2,), [5, 3], groups=one_rank)
     _check_against_one_process((2,), [5, 3], is_mean=True, groups=one_rank)
-    stage = toy_stage(one_rank, toy_config(), 2)
-    with pytest.raises(ValueError, match="needs forward_only"):
-        get_forward_backward_func(one_rank)(
-            forward_step_func=toy_forward_step,
-            data_iterator=iter([]),
-            model=stage,
-            num_microbatches=1,
-            seq_length=4,
-            micro_batch_size=1,
-            collect_non_loss_data=True,
-        )

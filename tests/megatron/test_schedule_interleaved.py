@@ -19,7 +19,6 @@ from megatron.core.parallel_state import ProcessGroups, destroy_model_parallel, 
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.schedule_table import (
     Task,
-    get_pp_rank_microbatches,
     get_schedule_table,
     group_sizes,
     neighbour,
@@ -29,58 +28,57 @@ from megatron.core.pipeline_parallel.schedule_table import (
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from tests.megatron.model_helpers import PackedBatch, packed_batch, tiny_config
 from tests.parallel.launcher import run_ranks
-from tests.parallel.toy import HIDDEN, ToyStage, toy_batches, toy_config, toy_forward_step, toy_stage
+from tests.parallel.toy import HIDDEN, ToyStage, toy_batches, toy_config, toy_forward_step, toy_output_step, toy_stage
 
 
 def test_tables_are_upstreams() -> None:
-    """Two stages, two chunks, five micro-batches in groups of three."""
-    table = get_schedule_table(5, 2, 3)
+    """Two stages, two chunks, five micro-batches in groups of three and two."""
+    table = get_schedule_table(5, 2, 2)
     assert table == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1), (3, 0), (4, 0), (3, 1), (4, 1)]
-    counts = get_pp_rank_microbatches(5, 2, 3, pipeline_size=2, pipeline_rank=1)
-    assert counts == (10, False, 3, 7)
-    order = rank_order(table, 2, 3, False, pipeline_size=2, rank=1)
+    order = rank_order(5, 2, 2, rank=1, forward_only=False)
     signed = [-task.chunk - 1 if is_backward else task.chunk + 1 for is_backward, task in order]
     assert signed == [1, 1, 1, 2, -2, 2, -2, 2, -2, 1, -1, 1, -1, 2, -1, 2, -2, -2, -1, -1]
-    assert get_pp_rank_microbatches(5, 2, 3, True, pipeline_size=2, pipeline_rank=0) == (10, True, 10, 0)
-    assert get_pp_rank_microbatches(5, 1, 3, pipeline_size=4, pipeline_rank=0) == (5, False, 3, 2)
+    assert rank_order(5, 2, 2, rank=0, forward_only=True) == [(False, task) for task in table]
+    assert [is_backward for is_backward, _ in rank_order(5, 1, 4, rank=0, forward_only=False)] == (
+        [False, False, False] + [False, True] * 2 + [True] * 3
+    )
 
 
 def test_a_rest_smaller_than_the_pipeline_is_spread_over_the_groups() -> None:
-    assert group_sizes(8, 4, 4) == (4, 4)
-    assert group_sizes(18, 4, 4) == (5, 5, 4, 4)
-    assert group_sizes(13, 8, 4) == (8, 5)
-    assert group_sizes(3, 4, 4) == (3,)
-    assert get_schedule_table(5, 2, 2, 2)[:6] == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)]
+    assert group_sizes(8, 4) == (4, 4)
+    assert group_sizes(18, 4) == (5, 5, 4, 4)
+    assert group_sizes(13, 4) == (5, 4, 4)
+    assert group_sizes(3, 4) == (3,)
+    assert get_schedule_table(5, 2, 2)[:6] == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)]
 
 
 def test_every_task_runs_once_and_every_transfer_has_two_ends() -> None:
     for num_stages, num_chunks, num_microbatches, is_forward in product(
         (2, 3, 4), (1, 2, 3), range(1, 12), (False, True)
     ):
-        for group_size in (num_stages, num_stages + 1, 2 * num_stages):
-            steps = timetable(num_microbatches, num_chunks, num_stages, group_size, is_forward)
-            tasks = sorted(Task(i, chunk) for i in range(num_microbatches) for chunk in range(num_chunks))
-            sent: dict[tuple[int, int, bool], list[Task]] = {}
-            received: dict[tuple[int, int, bool], list[Task]] = {}
-            for rank, own in enumerate(steps):
-                for is_backward in (False,) if is_forward else (False, True):
-                    assert sorted(s.task for s in own if s.task and s.is_backward == is_backward) == tasks
-                for step in own:
-                    onward = -1 if step.is_backward else 1
-                    if step.sends and step.task:
-                        target = neighbour(rank, step.task, onward, num_chunks, num_stages)
-                        assert target is not None
-                        sent.setdefault((rank, target[0], step.is_backward), []).append(target[1])
-                    if step.receives:
-                        origin = neighbour(rank, step.receives, -onward, num_chunks, num_stages)
-                        assert origin is not None
-                        received.setdefault((origin[0], rank, step.is_backward), []).append(step.receives)
-            assert sent == received
+        steps = timetable(num_microbatches, num_chunks, num_stages, is_forward)
+        tasks = sorted(Task(i, chunk) for i in range(num_microbatches) for chunk in range(num_chunks))
+        sent: dict[tuple[int, int, bool], list[Task]] = {}
+        received: dict[tuple[int, int, bool], list[Task]] = {}
+        for rank, own in enumerate(steps):
+            for is_backward in (False,) if is_forward else (False, True):
+                assert sorted(s.task for s in own if s.task and s.is_backward == is_backward) == tasks
+            for step in own:
+                onward = -1 if step.is_backward else 1
+                if step.sends and step.task:
+                    target = neighbour(rank, step.task, onward, num_chunks, num_stages)
+                    assert target is not None
+                    sent.setdefault((rank, target[0], step.is_backward), []).append(target[1])
+                if step.receives:
+                    origin = neighbour(rank, step.receives, -onward, num_chunks, num_stages)
+                    assert origin is not None
+                    received.setdefault((origin[0], rank, step.is_backward), []).append(step.receives)
+        assert sent == received
 
 
 def _makespan(num_microbatches: int, num_chunks: int, num_stages: int) -> int:
     """Time until the last stage is done when a chunk's forward takes 1, its backward 2 and a transfer nothing."""
-    steps = timetable(num_microbatches, num_chunks, num_stages, num_stages, False)
+    steps = timetable(num_microbatches, num_chunks, num_stages, False)
     todo = [[(step.is_backward, step.task) for step in own if step.task] for own in steps]
     clock, done = [0] * num_stages, dict[tuple[bool, int, Task], int]()
     while any(todo):
@@ -131,12 +129,8 @@ def _check_against_one_process(groups: ProcessGroups, num_layers: int, sizes: li
 
     stage.zero_grad()
     num_chunks = groups.layout.virtual_pipeline_model_parallel_size
-    seen = run(
-        data_iterator=[iter(batches) for _ in range(num_chunks)],
-        forward_only=True,
-        collect_non_loss_data=True,
-        **common,
-    )
+    common["forward_step_func"] = toy_output_step
+    seen = run(data_iterator=[iter(batches) for _ in range(num_chunks)], forward_only=True, **common)
     assert all(param.grad is None for param in stage.parameters())
     assert len(seen) == (len(sizes) if groups.is_last_stage else 0)
     for got, want in zip(seen, outputs, strict=False):

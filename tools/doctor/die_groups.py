@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.pipeline_parallel.p2p_communication import PipelineLink, recv_forward, send_forward
+from megatron.core.pipeline_parallel.p2p_communication import PipelineLink
 from megatron.core.tensor_parallel.collectives import reduce_scatter
 from mindspeed.core.hccl_buffer import BUFFER_MIB, HcclGroups
 from tools.doctor.die_check import Check, Die, difference, in_ms
@@ -108,8 +108,8 @@ def _to_the_next(group: GroupCoordinator, x: Tensor) -> Tensor:
     rank, last = group.rank_in_group, group.world_size - 1
     assert group.group is not None
     link = PipelineLink(group.group, rank - 1 if rank else None, rank + 1 if rank < last else None, x.dtype, x.device)
-    received = recv_forward(tuple(x.shape), link)
-    send_forward(x, link)
+    received = link.exchange(recv_prev=tuple(x.shape))
+    link.exchange(send_next=x)
     return x if received is None else received.detach()
 
 

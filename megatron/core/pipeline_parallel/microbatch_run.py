@@ -37,11 +37,8 @@ class MicroBatchRun:
         model: nn.Module,
         groups: ProcessGroups,
         shapes: Sequence[Shape],
-        collect_non_loss_data: bool,
         forward_only: bool,
     ) -> None:
-        if collect_non_loss_data and not forward_only:
-            raise ValueError("collect_non_loss_data needs forward_only: without a loss there is nothing to derive")
         self.forward_step_func = forward_step_func
         self.model = model
         self.chunks = model_chunks(model)
@@ -49,7 +46,6 @@ class MicroBatchRun:
         self.groups, self.shapes = groups, shapes
         self.config = cast(TransformerConfig, model.config)
         self.device = next(model.parameters()).device
-        self.collect_non_loss_data = collect_non_loss_data
         self.results: list[Any] = []
         is_sum = self.config.calculate_per_token_loss
         self.loss_scale = 1.0 if is_sum else 1.0 / len(shapes)
@@ -97,9 +93,6 @@ class MicroBatchRun:
             return self._in_flight[chunk].popleft().backward(output_grad)
 
     def _finish(self, output: Tensor, loss_func: LossFunc) -> Tensor:
-        if self.collect_non_loss_data:
-            self.results.append(loss_func(output, non_loss_data=True))
-            return output
         loss, metrics = loss_func(output)
         self.results.append(metrics)
         scaled: Tensor = loss * self.loss_scale

@@ -1,7 +1,7 @@
 """Sends activations to the next pipeline stage and their gradients back; shapes are known to both sides beforehand.
 
-There are two ways: functions that return when everything has arrived (1F1B), and ``RingTransfers``, which overlap with
-computing and also connect the last stage to the first (interleaved).
+There are two ways: ``PipelineLink``, which returns when everything has arrived (1F1B), and ``RingTransfers``, which
+overlap with computing and also connect the last stage to the first (interleaved).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class PipelineLink:
     """The neighbours of one stage and what travels between them.
 
     prev_rank, next_rank: global ranks, None at the ends of the pipeline · dtype, device: of every tensor sent or
-    received. All functions below return None, and send nothing, where there is no neighbour.
+    received. Nothing is sent or received where there is no neighbour.
     """
 
     group: dist.ProcessGroup
@@ -40,62 +40,34 @@ class PipelineLink:
         next_rank = None if groups.is_last_stage else dist.get_global_rank(groups.pp, stage + 1)
         return PipelineLink(groups.pp, prev_rank, next_rank, dtype, device)
 
+    def exchange(
+        self,
+        *,
+        send_prev: Tensor | None = None,
+        recv_prev: Shape | None = None,
+        send_next: Tensor | None = None,
+        recv_next: Shape | None = None,
+    ) -> Tensor | None:
+        """Send to the neighbours and receive, from one of them, a tensor of the given shape, which is returned.
 
-def recv_forward(tensor_shape: Shape, link: PipelineLink) -> Tensor | None:
-    """Input of this stage, ``tensor_shape``, made by the previous one; a leaf that collects its gradient."""
-    return _exchange(link, recv_prev=tensor_shape)
-
-
-def send_forward(output_tensor: Tensor | None, link: PipelineLink) -> None:
-    """Hand this stage's output to the next stage."""
-    _exchange(link, send_next=output_tensor)
-
-
-def recv_backward(tensor_shape: Shape, link: PipelineLink) -> Tensor | None:
-    """Gradient of this stage's output, ``tensor_shape``, made by the next stage."""
-    return _exchange(link, recv_next=tensor_shape)
-
-
-def send_backward(input_tensor_grad: Tensor | None, link: PipelineLink) -> None:
-    """Hand the gradient of this stage's input to the previous stage."""
-    _exchange(link, send_prev=input_tensor_grad)
-
-
-def send_forward_recv_backward(output_tensor: Tensor | None, tensor_shape: Shape, link: PipelineLink) -> Tensor | None:
-    """Exchange with the next stage: an output for the gradient (``tensor_shape``) of an earlier output."""
-    return _exchange(link, send_next=output_tensor, recv_next=tensor_shape)
-
-
-def send_backward_recv_forward(
-    input_tensor_grad: Tensor | None, tensor_shape: Shape, link: PipelineLink
-) -> Tensor | None:
-    """Exchange with the previous stage: an input's gradient for a later input (``tensor_shape``)."""
-    return _exchange(link, send_prev=input_tensor_grad, recv_prev=tensor_shape)
-
-
-def _exchange(
-    link: PipelineLink,
-    *,
-    send_prev: Tensor | None = None,
-    recv_prev: Shape | None = None,
-    send_next: Tensor | None = None,
-    recv_next: Shape | None = None,
-) -> Tensor | None:
-    """Post every transfer at once, then wait for all: two neighbours that both send cannot block one another."""
-    ops: list[dist.P2POp] = []
-    received: Tensor | None = None
-    for peer, send, shape in ((link.prev_rank, send_prev, recv_prev), (link.next_rank, send_next, recv_next)):
-        if peer is None:
-            continue
-        if send is not None:
-            assert send.dtype == link.dtype, f"stage output is {send.dtype}, the pipeline carries {link.dtype}"
-            ops.append(dist.P2POp(dist.isend, send.detach().contiguous(), peer, link.group))
-        if shape is not None:
-            received = torch.empty(shape, dtype=link.dtype, device=link.device, requires_grad=shape is recv_prev)
-            ops.append(dist.P2POp(dist.irecv, received.detach(), peer, link.group))
-    if ops:
-        Receiving(dist.batch_isend_irecv(ops), f"{len(ops)} transfers with ranks {[op.peer for op in ops]}").wait()
-    return received
+        To the next stage go outputs, to the previous one gradients of inputs; what comes from the previous stage is a
+        leaf that collects its gradient. Every transfer is posted at once: two neighbours that both send cannot block
+        one another.
+        """
+        ops: list[dist.P2POp] = []
+        received: Tensor | None = None
+        for peer, send, shape in ((self.prev_rank, send_prev, recv_prev), (self.next_rank, send_next, recv_next)):
+            if peer is None:
+                continue
+            if send is not None:
+                assert send.dtype == self.dtype, f"stage output is {send.dtype}, the pipeline carries {self.dtype}"
+                ops.append(dist.P2POp(dist.isend, send.detach().contiguous(), peer, self.group))
+            if shape is not None:
+                received = torch.empty(shape, dtype=self.dtype, device=self.device, requires_grad=shape is recv_prev)
+                ops.append(dist.P2POp(dist.irecv, received.detach(), peer, self.group))
+        if ops:
+            Receiving(dist.batch_isend_irecv(ops), f"{len(ops)} transfers with ranks {[op.peer for op in ops]}").wait()
+        return received
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ micro-batch through one chunk; it needs the output of the same micro-batch's tas
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -33,74 +32,33 @@ class Step:
     receives: Task | None
 
 
-def group_sizes(
-    num_microbatches: int, microbatch_group_size_per_vp_stage: int, pipeline_size: int = 1
-) -> tuple[int, ...]:
+def group_sizes(num_microbatches: int, num_stages: int) -> tuple[int, ...]:
     """Micro-batches that run through chunk 0 before the first of them runs through chunk 1, group after group.
 
-    All groups have the given size, and the last one has the remainder. Upstream refuses a remainder of fewer
-    micro-batches than stages: its first micro-batch would come back from the last stage too late, and the stages would
-    deadlock. Here such a remainder is spread over the other groups.
+    A group has as many micro-batches as there are stages, upstream's default. Upstream refuses a remainder: its first
+    micro-batch would come back from the last stage too late, and the stages would deadlock. Here it is spread over the
+    groups.
     """
-    num_full, rest = divmod(num_microbatches, microbatch_group_size_per_vp_stage)
-    if num_full == 0:
-        return (num_microbatches,)
-    if rest == 0 or rest >= pipeline_size:
-        return (microbatch_group_size_per_vp_stage,) * num_full + ((rest,) if rest else ())
-    size, num_larger = divmod(num_microbatches, num_full)
-    return (size + 1,) * num_larger + (size,) * (num_full - num_larger)
+    num_groups = max(1, num_microbatches // num_stages)
+    size, num_larger = divmod(num_microbatches, num_groups)
+    return (size + 1,) * num_larger + (size,) * (num_groups - num_larger)
 
 
-def get_schedule_table(
-    num_microbatches: int, num_model_chunks: int, microbatch_group_size_per_vp_stage: int, pipeline_size: int = 1
-) -> list[Task]:
+def get_schedule_table(num_microbatches: int, num_chunks: int, num_stages: int) -> list[Task]:
     """Return the forward tasks of a rank in order; the k-th backward belongs to the k-th entry.
 
-    The chunks of backwards count from the end. ``pipeline_size``: see ``group_sizes``; with 1, upstream's default, the
-    last group has the remainder.
+    The chunks of backwards count from the end.
     """
     table, first = [], 0
-    for size in group_sizes(num_microbatches, microbatch_group_size_per_vp_stage, pipeline_size):
-        table += [Task(first + i, chunk) for chunk in range(num_model_chunks) for i in range(size)]
+    for size in group_sizes(num_microbatches, num_stages):
+        table += [Task(first + i, chunk) for chunk in range(num_chunks) for i in range(size)]
         first += size
     return table
 
 
-def get_pp_rank_microbatches(
-    num_microbatches: int,
-    num_model_chunks: int,
-    microbatch_group_size_per_vp_stage: int,
-    forward_only: bool = False,
-    *,
-    pipeline_size: int,
-    pipeline_rank: int,
-) -> tuple[int, bool, int, int]:
-    """Number of forward tasks of a rank, whether all are warm-up, and how many are and are not (1F1B).
-
-    Upstream reads size and rank of the pipeline from its global state. ``microbatch_group_size_per_vp_stage`` is that
-    of the largest group.
-    """
-    total = num_microbatches * num_model_chunks
-    num_stages_after = pipeline_size - pipeline_rank - 1
-    if forward_only:
-        num_warmup = total
-    elif num_model_chunks == 1:
-        num_warmup = num_stages_after
-    else:
-        # The first backward is that of the last chunk, which sees its first micro-batch after a group in each other
-        # chunk; the next stage's forward and backward lie between two tasks that depend on one another.
-        num_warmup = 2 * num_stages_after + (num_model_chunks - 1) * microbatch_group_size_per_vp_stage
-    num_warmup = min(num_warmup, total)
-    return total, num_warmup == total, num_warmup, total - num_warmup
-
-
 @lru_cache(maxsize=64)
 def timetable(
-    num_microbatches: int,
-    num_model_chunks: int,
-    pipeline_size: int,
-    microbatch_group_size_per_vp_stage: int,
-    forward_only: bool,
+    num_microbatches: int, num_chunks: int, num_stages: int, forward_only: bool
 ) -> tuple[tuple[Step, ...], ...]:
     """Return the steps of every rank in one common order, in which every send meets its receive.
 
@@ -109,30 +67,24 @@ def timetable(
     its end, and sender and receiver both know this. So every number of micro-batches works that the order of the tasks
     allows, and two ranks have the transfers between them in the same order.
     """
-    sizes = group_sizes(num_microbatches, microbatch_group_size_per_vp_stage, pipeline_size)
-    table = get_schedule_table(num_microbatches, num_model_chunks, microbatch_group_size_per_vp_stage, pipeline_size)
-    group_size = max(sizes)
-    todo = [
-        rank_order(table, num_model_chunks, group_size, forward_only, pipeline_size, rank)
-        for rank in range(pipeline_size)
-    ]
-    place, steps = [0] * pipeline_size, [list[Step]() for _ in todo]
+    todo = [rank_order(num_microbatches, num_chunks, num_stages, rank, forward_only) for rank in range(num_stages)]
+    place, steps = [0] * num_stages, [list[Step]() for _ in todo]
     done: set[tuple[bool, int, Task]] = set()
     while any(at < len(order) for at, order in zip(place, todo, strict=True)):
         num_done = len(done)
         for is_backward in (False, True):
             onward = -1 if is_backward else 1
-            computed: list[Task | None] = [None] * pipeline_size
-            arrived: list[Task | None] = [None] * pipeline_size
-            has_target = [False] * pipeline_size
+            computed: list[Task | None] = [None] * num_stages
+            arrived: list[Task | None] = [None] * num_stages
+            has_target = [False] * num_stages
             for rank, order in enumerate(todo):
                 if place[rank] == len(order) or order[place[rank]][0] != is_backward:
                     continue
                 task = order[place[rank]][1]
-                needed = neighbour(rank, task, -onward, num_model_chunks, pipeline_size)
+                needed = neighbour(rank, task, -onward, num_chunks, num_stages)
                 if needed is None or (is_backward, *needed) in done:
                     computed[rank] = task
-                    target = neighbour(rank, task, onward, num_model_chunks, pipeline_size)
+                    target = neighbour(rank, task, onward, num_chunks, num_stages)
                     if target is not None:
                         arrived[target[0]], has_target[rank] = target[1], True
             for rank, result in enumerate(computed):
@@ -145,31 +97,28 @@ def timetable(
     return tuple(map(tuple, steps))
 
 
-def neighbour(rank: int, task: Task, step: int, num_model_chunks: int, pipeline_size: int) -> tuple[int, Task] | None:
+def neighbour(rank: int, task: Task, step: int, num_chunks: int, num_stages: int) -> tuple[int, Task] | None:
     """(rank, task) of the same micro-batch one virtual stage later (``step`` 1) or earlier (-1), None past the ends."""
-    turn, rank = divmod(rank + step, pipeline_size)
+    turn, rank = divmod(rank + step, num_stages)
     chunk = task.chunk + turn
-    return (rank, Task(task.microbatch, chunk)) if 0 <= chunk < num_model_chunks else None
+    return (rank, Task(task.microbatch, chunk)) if 0 <= chunk < num_chunks else None
 
 
 def rank_order(
-    table: Sequence[Task], num_model_chunks: int, group_size: int, forward_only: bool, pipeline_size: int, rank: int
+    num_microbatches: int, num_chunks: int, num_stages: int, rank: int, forward_only: bool
 ) -> list[tuple[bool, Task]]:
     """(is_backward, task) of a rank in 1F1B order: warm-up forwards, pairs of both, the backwards that are left."""
-    num_microbatches = len(table) // num_model_chunks
-    _, _, num_warmup, num_steady = get_pp_rank_microbatches(
-        num_microbatches,
-        num_model_chunks,
-        group_size,
-        forward_only,
-        pipeline_size=pipeline_size,
-        pipeline_rank=rank,
-    )
+    table = get_schedule_table(num_microbatches, num_chunks, num_stages)
     forwards = [(False, task) for task in table]
     if forward_only:
         return forwards
-    backwards = [(True, Task(microbatch, num_model_chunks - 1 - chunk)) for microbatch, chunk in table]
+    backwards = [(True, Task(microbatch, num_chunks - 1 - chunk)) for microbatch, chunk in table]
+    num_warmup = num_stages - rank - 1
+    if num_chunks > 1:
+        # The first backward is that of the last chunk, which sees its first micro-batch after a group in each other
+        # chunk; the next stage's forward and backward lie between two tasks that depend on one another.
+        num_warmup = 2 * num_warmup + (num_chunks - 1) * max(group_sizes(num_microbatches, num_stages))
     order = forwards[:num_warmup]
     for pair in zip(forwards[num_warmup:], backwards, strict=False):
         order += pair
-    return order + backwards[num_steady:]
+    return order + backwards[len(forwards[num_warmup:]) :]

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.parallel_state import ProcessGroups
-from megatron.core.pipeline_parallel import p2p_communication as p2p
 from megatron.core.pipeline_parallel.agreement import microbatch_shapes
 from megatron.core.pipeline_parallel.microbatch_run import ForwardStepFunc, MicroBatchRun
 from megatron.core.pipeline_parallel.p2p_communication import PipelineLink, Receiving, RingTransfers, Shape
@@ -32,7 +31,6 @@ def forward_backward(
     micro_batch_size: int,
     groups: ProcessGroups,
     forward_only: bool = False,
-    collect_non_loss_data: bool = False,
     tensor_shapes: Sequence[Shape] | None = None,
 ) -> list[Any]:
     """Forward and backward of every micro-batch, in the schedule for this pipeline size and number of chunks.
@@ -46,13 +44,12 @@ def forward_backward(
     Gradients: with ``config.calculate_per_token_loss`` their plain sum over micro-batches (the caller has normalised
     the loss over the whole batch), else their mean. Nothing is reduced over data parallel ranks here.
 
-    Returns the metrics of every micro-batch on the last stage and [] elsewhere; with ``collect_non_loss_data`` the
-    results of ``loss_func(output, non_loss_data=True)`` instead, which needs ``forward_only``.
+    Returns the metrics of every micro-batch on the last stage and [] elsewhere.
     """
     shapes = microbatch_shapes(
         tensor_shapes, num_microbatches, seq_length * micro_batch_size, model, groups, forward_only
     )
-    run = MicroBatchRun(forward_step_func, data_iterator, model, groups, shapes, collect_non_loss_data, forward_only)
+    run = MicroBatchRun(forward_step_func, data_iterator, model, groups, shapes, forward_only)
     with torch.set_grad_enabled(not forward_only):
         if groups.layout.pipeline_model_parallel_size == 1:
             forward_backward_no_pipelining(run)
@@ -84,21 +81,21 @@ def forward_backward_pipelining_without_interleaving(run: MicroBatchRun) -> None
     num_steady = num_microbatches - num_warmup
 
     for i in range(num_warmup):
-        p2p.send_forward(run.forward(p2p.recv_forward(shapes[i], link)), link)
+        link.exchange(send_next=run.forward(link.exchange(recv_prev=shapes[i])))
     if run.forward_only:
         return
 
-    input_tensor = p2p.recv_forward(shapes[num_warmup], link) if num_steady else None
+    input_tensor = link.exchange(recv_prev=shapes[num_warmup]) if num_steady else None
     for i in range(num_steady):
-        output_grad = p2p.send_forward_recv_backward(run.forward(input_tensor), shapes[i], link)
+        output_grad = link.exchange(send_next=run.forward(input_tensor), recv_next=shapes[i])
         input_grad = run.backward(output_grad)
         if i + 1 < num_steady:
-            input_tensor = p2p.send_backward_recv_forward(input_grad, shapes[num_warmup + i + 1], link)
+            input_tensor = link.exchange(send_prev=input_grad, recv_prev=shapes[num_warmup + i + 1])
         else:
-            p2p.send_backward(input_grad, link)
+            link.exchange(send_prev=input_grad)
 
     for i in range(num_steady, num_microbatches):
-        p2p.send_backward(run.backward(p2p.recv_backward(shapes[i], link)), link)
+        link.exchange(send_prev=run.backward(link.exchange(recv_next=shapes[i])))
 
 
 def forward_backward_pipelining_with_interleaving(run: MicroBatchRun) -> None:
@@ -117,7 +114,7 @@ def forward_backward_pipelining_with_interleaving(run: MicroBatchRun) -> None:
         raise ValueError(
             f"the model has {len(run.chunks)} chunks; virtual_pipeline_model_parallel_size is {num_chunks}"
         )
-    steps = timetable(len(shapes), num_chunks, num_stages, num_stages, run.forward_only)[groups.coords.pp]
+    steps = timetable(len(shapes), num_chunks, num_stages, run.forward_only)[groups.coords.pp]
     transfers = RingTransfers(groups, run.config.pipeline_dtype, run.device)
     arriving: dict[tuple[bool, Task], Receiving] = {}
     for step in steps:

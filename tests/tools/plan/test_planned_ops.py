@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.core.ops import TrainOps
 from megatron.core.ops.cuda import cuda_ops
 from megatron.core.parallel_layout import ParallelLayout
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.layers import linear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, linear
 from megatron.core.transformer.transformer_config import ModelParallelConfig
 from tests.megatron.flash_attention_form import flash_attention_on_cpu
 from tests.megatron.model_helpers import shared_prompts

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.core.parallel_layout import ParallelLayout
-from megatron.core.pipeline_parallel.schedule_table import get_schedule_table, rank_order
+from megatron.core.pipeline_parallel.schedule_table import rank_order
 from tools.plan.devices import load_device
 from tools.plan.model_work import busiest_rank, model_work, train_flops_per_token
 from tools.plan.timing import load_constants
@@ -137,8 +137,7 @@ def schedule_seconds(stages: Sequence[float], num_microbatches: int, num_chunks:
     size = len(stages)
     orders: list[list[tuple[bool, int, int]]] = []
     for rank in range(size):
-        table = get_schedule_table(num_microbatches, num_chunks, size)
-        order = rank_order(table, num_chunks, size, False, size, rank)
+        order = rank_order(num_microbatches, num_chunks, size, rank, False)
         orders.append([(is_backward, task.microbatch, task.chunk) for is_backward, task in order])
     ended: dict[tuple[bool, int, int], float] = {}  # (is backward, micro-batch, virtual stage)
     free, place = [0.0] * size, [0] * size
