@@ -27,42 +27,33 @@ def open_shards(path: str | Path, hf: HFModelConfig) -> Checkpoint:
 
 
 @torch.no_grad()
-def load_weights(
-    model: torch.nn.Module, plan: Iterable[TensorPlan], source: WeightSource, strict: bool = True
-) -> set[str]:
+def load_weights(model: torch.nn.Module, plan: Iterable[TensorPlan], source: WeightSource) -> set[str]:
     """Fill the parameters and buffers of ``model`` from ``source`` in the model's dtypes; returns the HF names read.
 
-    ``plan`` is ``local_plan(hf, layout, rank)``. With ``strict`` the plan and the
-    model must have the same tensors in the same shapes and the source must have all of them; otherwise a ValueError
-    lists every difference before anything is written. Without it tensors that are missing on either side are skipped.
+    ``plan`` is ``local_plan(hf, layout, rank)``. Plan and model must have the same tensors in the same shapes and the
+    source must have all of them; otherwise a ValueError lists every difference before anything is written.
     """
     tensors = tuple(plan)
     targets = model.state_dict(keep_vars=True)
-    available = source.names()
-    absent = {shard.hf_name for tensor in tensors for shard in tensor.shards if shard.hf_name not in available}
-    if strict:
-        problems = [f"the source has no {name}" for name in sorted(absent)]
-        problems += [f"the model has no {tensor.name}" for tensor in tensors if tensor.name not in targets]
-        problems += [f"the plan has no {name}" for name in targets.keys() - {tensor.name for tensor in tensors}]
-        problems += [
-            f"{tensor.name} has shape {tuple(targets[tensor.name].shape)} in the model, {tensor.shape} in the plan"
-            for tensor in tensors
-            if tensor.name in targets and tuple(targets[tensor.name].shape) != tensor.shape
-        ]
-        raise_problems("loading weights", problems, "Check that model, layout and checkpoint belong together.")
-    loaded: set[str] = set()
+    names = {shard.hf_name for tensor in tensors for shard in tensor.shards}
+    problems = [f"the source has no {name}" for name in sorted(names.difference(source.names()))]
+    problems += [f"the model has no {tensor.name}" for tensor in tensors if tensor.name not in targets]
+    problems += [f"the plan has no {name}" for name in targets.keys() - {tensor.name for tensor in tensors}]
+    problems += [
+        f"{tensor.name} has shape {tuple(targets[tensor.name].shape)} in the model, {tensor.shape} in the plan"
+        for tensor in tensors
+        if tensor.name in targets and tuple(targets[tensor.name].shape) != tensor.shape
+    ]
+    raise_problems("loading weights", problems, "Check that model, layout and checkpoint belong together.")
     kernels = choose_kernels("auto")
     logger.info("weights are copied by %s kernels", kernels)
-    copy_on_host = copy_native if kernels == "native" else copy_values
+    copy = partial(_copy, copy_native if kernels == "native" else copy_values)
     for tensor in tensors:
-        names = {shard.hf_name for shard in tensor.shards}
-        if tensor.name in targets and not names & absent:
-            if isinstance(source, DCPCheckpoint):
-                source.fill(targets[tensor.name], tensor)
-            else:
-                fill(targets[tensor.name], tensor, source, partial(_copy, copy_on_host))
-            loaded |= names
-    return loaded
+        if isinstance(source, DCPCheckpoint):
+            source.fill(targets[tensor.name], tensor)
+        else:
+            fill(targets[tensor.name], tensor, source, copy)
+    return names
 
 
 def _copy(on_host: CopyValues, target: Tensor, values: Tensor, scale_inv: Tensor | None, origin: Origin) -> None:

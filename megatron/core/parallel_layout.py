@@ -88,19 +88,8 @@ class ParallelLayout:
         """Return one sentence for each size that does not divide; empty when the layout can be built."""
         tp, pp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
         cp, ep, etp = self.context_parallel_size, self.expert_model_parallel_size, self.expert_tensor_parallel_size
-        found = [
-            f"{name} is {size}; it must be at least 1"
-            for name, size in (
-                ("world_size", self.world_size),
-                ("tensor_model_parallel_size", tp),
-                ("pipeline_model_parallel_size", pp),
-                ("context_parallel_size", cp),
-                ("expert_model_parallel_size", ep),
-                ("expert_tensor_parallel_size", etp),
-                ("virtual_pipeline_model_parallel_size", self.virtual_pipeline_model_parallel_size),
-            )
-            if size < 1
-        ]
+        sizes = {key: size for key, size in vars(self).items() if key == "world_size" or key.endswith("parallel_size")}
+        found = [f"{name} is {size}; it must be at least 1" for name, size in sizes.items() if size < 1]
         if found:
             return found
         if self.world_size % (tp * pp * cp):
@@ -156,15 +145,8 @@ class ParallelLayout:
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside the world of {self.world_size}")
         dense, expert = _unravel(rank, self._grid(False)), _unravel(rank, self._grid(True))
-        return RankCoords(
-            tp=dense["tp"],
-            pp=dense["pp"],
-            dp=dense["dp"],
-            cp=dense["cp"],
-            ep=expert["ep"],
-            etp=expert["tp"],
-            edp=expert["dp"],
-        )
+        of_experts = {"ep": expert["ep"], "etp": expert["tp"], "edp": expert["dp"]}
+        return RankCoords(**{axis: dense[axis] for axis in ("tp", "pp", "dp", "cp")}, **of_experts)
 
     def stage(self, rank: int) -> int:
         return _unravel(rank, self._grid(False))["pp"]

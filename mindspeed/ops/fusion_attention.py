@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.ops.contract import Attended, Bounds
+
 # The kernel reads causality from one fixed triangle of this size, whatever the sequence lengths are.
 MASK_SIZE = 2048
 NO_MASK, CAUSAL_FROM_THE_END = 0, 3  # sparse_mode
@@ -31,38 +33,22 @@ class FusionAttention:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, causal: bool = True
     ) -> Tensor:
-        return self._attend(q, k, v, cu_seqlens, cu_seqlens, scale, causal)[0]
+        return self._attend(q, k, v, (cu_seqlens, cu_seqlens), scale, causal)[0]
 
     def block(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        scale: float,
-        causal: bool = True,
+        self, q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float, causal: bool = True
     ) -> tuple[Tensor, Tensor]:
         """See ``contract.AttentionBlock``."""
-        out, maximum, total = self._attend(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, causal)
+        out, maximum, total = self._attend(q, k, v, bounds, scale, causal)
         return out, maximum[..., 0] + total[..., 0].log()
 
     def block_grad(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        scale: float,
-        causal: bool = True,
+        self, grad_out: Tensor, attended: Attended, bounds: Bounds, scale: float, causal: bool = True
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See ``contract.AttentionBlockGrad``: the kernel's weights are ``exp(scores - maximum) / sum``."""
         import torch_npu
 
+        q, k, v, out, lse = attended
         value_size = v.shape[-1]
         v, out, grad_out = (self._padded(q, x) for x in (v, out, grad_out))
         maximum = lse.unsqueeze(-1).expand(-1, -1, STATISTICS_WIDTH).contiguous()
@@ -78,14 +64,14 @@ class FusionAttention:
             softmax_sum=torch.ones_like(maximum),
             attention_in=out,
             scale_value=scale,
-            actual_seq_qlen=cu_seqlens_q[1:].tolist(),
-            actual_seq_kvlen=cu_seqlens_k[1:].tolist(),
+            actual_seq_qlen=bounds[0][1:].tolist(),
+            actual_seq_kvlen=bounds[1][1:].tolist(),
             sparse_mode=CAUSAL_FROM_THE_END if causal else NO_MASK,
         )
         return grads[0], grads[1], grads[2][..., :value_size]
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, scale: float, causal: bool
+        self, q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float, causal: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the output, and the maximum and sum of weights of every row of scores, [Tq, N, 8] each."""
         import torch_npu
@@ -99,8 +85,8 @@ class FusionAttention:
             "TND",
             atten_mask=self._causal_mask(q.device) if causal else None,
             scale=scale,
-            actual_seq_qlen=cu_seqlens_q[1:].tolist(),
-            actual_seq_kvlen=cu_seqlens_k[1:].tolist(),
+            actual_seq_qlen=bounds[0][1:].tolist(),
+            actual_seq_kvlen=bounds[1][1:].tolist(),
             sparse_mode=CAUSAL_FROM_THE_END if causal else NO_MASK,
         )
         return out[..., :value_size], maximum, total

@@ -53,13 +53,13 @@ def test_attention_blocks_and_their_gradients(
     bounds = [torch.tensor([0, *lengths]).cumsum(0).int() for lengths in ([2, 1, 3], [4, 1, 5])]
     q, k = randn(dtype, 6, 4, 8), randn(dtype, 10, kv_heads, 8, seed=1)
     v, grad = randn(dtype, 10, kv_heads, value_size, seed=2), randn(dtype, 6, 4, value_size, seed=3)
-    got, want = (ops.attention_block(q, k, v, *bounds, 0.3, causal) for ops in (cuda, REFERENCE))
+    got, want = (ops.attention_block(q, k, v, bounds, 0.3, causal) for ops in (cuda, REFERENCE))
     assert got[1].is_contiguous()
     assert_close(got[0], want[0], TOLERANCE[dtype])
     assert_close(got[1], want[1], 1e-5)
     lse = want[1] + 0.25  # as if other keys had a share
     got, want = (
-        ops.attention_block_grad(grad, q, k, v, want[0], lse, *bounds, 0.3, causal) for ops in (cuda, REFERENCE)
+        ops.attention_block_grad(grad, (q, k, v, want[0], lse), bounds, 0.3, causal) for ops in (cuda, REFERENCE)
     )
     for grad_got, grad_want in zip(got, want, strict=True):
         assert_close(grad_got, grad_want, TOLERANCE[dtype])
@@ -72,16 +72,16 @@ def test_blocks_of_keys_join_to_the_whole(cuda: TrainOps, flash_calls: list) -> 
     q, k, v = (randn(torch.bfloat16, 3 if size == 9 else 7, 4, size) for size in (9, 8, 6))
     q = q[..., 1:]
     grad, bounds = randn(torch.bfloat16, 3, 4, 6, seed=3), {n: torch.tensor([0, n]).int() for n in (3, 4, 7)}
-    out, lse = cuda.attention_block(q, k[4:], v[4:], bounds[3], bounds[3], 0.3)
+    out, lse = cuda.attention_block(q, k[4:], v[4:], (bounds[3], bounds[3]), 0.3)
     out = out.float()
-    merge(out, lse, *cuda.attention_block(q, k[:4], v[:4], bounds[3], bounds[4], 0.3, False))
-    want, want_lse = REFERENCE.attention_block(q, k, v, bounds[3], bounds[7], 0.3)
+    merge(out, lse, *cuda.attention_block(q, k[:4], v[:4], (bounds[3], bounds[4]), 0.3, False))
+    want, want_lse = REFERENCE.attention_block(q, k, v, (bounds[3], bounds[7]), 0.3)
     assert_close(out, want.float(), TOLERANCE[torch.bfloat16])
     assert_close(lse, want_lse, 1e-5)
-    own = cuda.attention_block_grad(grad, q, k[4:], v[4:], out, lse, bounds[3], bounds[3], 0.3)
-    earlier = cuda.attention_block_grad(grad, q, k[:4], v[:4], out, lse, bounds[3], bounds[4], 0.3, False)
+    own = cuda.attention_block_grad(grad, (q, k[4:], v[4:], out, lse), (bounds[3], bounds[3]), 0.3)
+    earlier = cuda.attention_block_grad(grad, (q, k[:4], v[:4], out, lse), (bounds[3], bounds[4]), 0.3, False)
     found = own[0].float() + earlier[0].float(), *(torch.cat(pair) for pair in zip(earlier[1:], own[1:], strict=True))
-    wanted = REFERENCE.attention_block_grad(grad, q, k, v, want, want_lse, bounds[3], bounds[7], 0.3)
+    wanted = REFERENCE.attention_block_grad(grad, (q, k, v, want, want_lse), (bounds[3], bounds[7]), 0.3)
     for grad_found, grad_wanted in zip(found, wanted, strict=True):
         assert_close(grad_found.float(), grad_wanted.float(), 2 * TOLERANCE[torch.bfloat16])
 
@@ -91,10 +91,10 @@ def test_bounds_on_the_host_give_the_longest_sequences() -> None:
     q = torch.empty(6, 4, 8, device="meta", dtype=torch.bfloat16)
     k = torch.empty(10, 4, 8, device="meta", dtype=torch.bfloat16)
     bounds = [torch.tensor([0, *lengths]).cumsum(0).int() for lengths in ([2, 1, 3], [4, 1, 5])]
-    sequences = attention._sequences(q, k, *bounds)
+    sequences = attention._sequences(q, k, bounds)
     assert (sequences.longest_q, sequences.longest_k) == (3, 5)
     assert sequences.bounds_q.device == sequences.bounds_k.device == q.device
-    out, lse = attention.FlashAttention().block(q, k, k, *bounds, 0.3)
+    out, lse = attention.FlashAttention().block(q, k, k, bounds, 0.3)
     assert out.shape == q.shape and lse.shape == (6, 4) and lse.dtype == torch.float32
 
 

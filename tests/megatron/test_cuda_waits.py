@@ -118,8 +118,8 @@ def test_no_op_makes_the_host_wait(
     monkeypatch.setattr(attention._SharedParts, "of", lambda *_: parts)
     run("shared_prompt_attention", q, k, v, whole, longest, 0.3, shared)
     q, k, v = (tensor.detach() for tensor in (q, k, v))
-    out, lse = run("attention_block", q, k, v, bounds, bounds, 0.3)
-    run("attention_block_grad", out, q, k, v, out, lse, bounds, bounds, 0.3)
+    out, lse = run("attention_block", q, k, v, (bounds, bounds), 0.3)
+    run("attention_block_grad", out, (q, k, v, out, lse), (bounds, bounds), 0.3)
     w = randn(bf16, 3, 8, 8).requires_grad_()
     run("grouped_matmul", x, w, torch.tensor([1, 0, 3]))
     w.main_grad = torch.zeros(3, 8, 8)  # type: ignore[attr-defined]

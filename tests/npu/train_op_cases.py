@@ -130,7 +130,7 @@ def _block(new: Maker, size: Sizes, shared_by: int = 1, is_causal: bool = False)
     q = new.floats(int(ends_q[-1]), size.heads, size.nope + size.rope)
     k = new.floats(size.tokens, size.heads // shared_by, size.nope + size.rope)
     v = new.floats(size.tokens, size.heads // shared_by, size.value)
-    return [q, k, v], [ends_q, ends_k, 0.2, is_causal]
+    return [q, k, v], [(ends_q, ends_k), 0.2, is_causal]
 
 
 def block(new: Maker, size: Sizes, **form: Any) -> Call:
@@ -155,7 +155,7 @@ def block_grad(new: Maker, size: Sizes, **form: Any) -> Call:
 
     def run(ops: TrainOps, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, more: Tensor) -> Any:
         lse = ops.attention_block(q, k, v, *rest)[1] + more.square()
-        return ops.attention_block_grad(grad_out, q, k, v, out, lse, *rest)
+        return ops.attention_block_grad(grad_out, (q, k, v, out, lse), *rest)
 
     return Call(run, [grad_out, *tensors, out, more])
 

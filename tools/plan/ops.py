@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.ops import TrainOps, reference_ops
-from megatron.core.ops.contract import RouterRule
+from megatron.core.ops.contract import Attended, Bounds, RouterRule
 from megatron.core.ops.cpu import cpu_ops
 from megatron.core.ops.reference_attention import MAX_SCORES, attention_block, attention_block_grad
 from megatron.core.ops.reference_moe import topk_router
@@ -92,34 +92,24 @@ def _padded_attention(
 
 
 def _attention_block(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, scale: float, causal: bool = True
+    q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float, causal: bool = True
 ) -> tuple[Tensor, Tensor]:
     """The reference's attention of its first two pieces: all others need what the second does."""
-    return attention_block(q, k, v, *_two_pieces(q, cu_seqlens_q, cu_seqlens_k), scale, causal)
+    return attention_block(q, k, v, _two_pieces(q, bounds), scale, causal)
 
 
 def _attention_block_grad(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    scale: float,
-    causal: bool = True,
+    grad_out: Tensor, attended: Attended, bounds: Bounds, scale: float, causal: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    bounds = _two_pieces(q, cu_seqlens_q, cu_seqlens_k)
-    return attention_block_grad(grad_out, q, k, v, out, lse, *bounds, scale, causal)
+    return attention_block_grad(grad_out, attended, _two_pieces(attended[0], bounds), scale, causal)
 
 
-def _two_pieces(q: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[Tensor, Tensor]:
+def _two_pieces(q: Tensor, bounds: Bounds) -> Bounds:
     """Bounds of as many queries of the longest sequence as two of the reference's pieces have."""
-    ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    ends_q, ends_k = (ends.tolist() for ends in bounds)
     (start_q, end_q), (start_k, end_k) = max(
         zip(pairwise(ends_q), pairwise(ends_k), strict=True),
-        key=lambda bounds: (bounds[0][1] - bounds[0][0]) * (bounds[1][1] - bounds[1][0]),
+        key=lambda spans: (spans[0][1] - spans[0][0]) * (spans[1][1] - spans[1][0]),
     )
     step = max(1, MAX_SCORES // max(1, q.shape[1] * (end_k - start_k)))
     return torch.tensor([start_q, min(end_q, start_q + 2 * step)]), torch.tensor([start_k, end_k])

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hf_formats.fp8 import BLOCK, FP8_DTYPE, num_blocks
 from megatron.core.ops import TrainOps
+from megatron.core.ops.contract import Attended
 from megatron.core.ops.cuda.attention import DTYPES, FlashAttention
 from megatron.core.ops.cuda.flash import Sequences
 from megatron.core.ops.fused_adamw import adamw_step
@@ -88,17 +89,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float,
 
 
 def _attend_grad(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    sequences: Sequences,
-    scale: float,
-    causal: bool,
+    grad_out: Tensor, attended: Attended, sequences: Sequences, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Flash attention adds up q's gradient in float32, and those of k and v for every query head."""
+    q, k, v, *_ = attended
     sums_q = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     wide = [x.new_empty(x.shape[0], q.shape[1], x.shape[2]) for x in (k, v) if x.shape[1] != q.shape[1]]
     grads = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from megatron.core.ops import TrainOps
+from megatron.core.ops.contract import Bounds
 
 # A block of heads: keys [k, M, D], values [k, M, Dv] and, where all heads share a part of their key, that part
 # [k, 1, R]. A block of latents: the latents [k, C] of keys and values, and the shared part [k, 1, R].
 Block = tuple[Tensor, ...]
-Bounds = tuple[Tensor, Tensor]  # of the queries, of the keys
 
 
 def keys_of(block: Block) -> Tensor:
@@ -51,7 +51,7 @@ class BlockAttention:
     ) -> tuple[Tensor, Tensor]:
         """-> out [q, N, Dv], lse [q, N]."""
         heads = self.heads(block, weight)
-        return self.ops.attention_block(q, keys_of(heads), heads[1], *bounds, self.scale, causal)
+        return self.ops.attention_block(q, keys_of(heads), heads[1], bounds, self.scale, causal)
 
     def backward(
         self, queries: Sequence[Tensor], block: Block, weight: Tensor | None, bounds: Bounds, causal: bool
@@ -60,7 +60,7 @@ class BlockAttention:
         grad_out, q, out, lse = queries
         heads = self.heads(block, weight)
         grad_q, grad_k, grad_v = self.ops.attention_block_grad(
-            grad_out, q, keys_of(heads), heads[1], out, lse, *bounds, self.scale, causal
+            grad_out, (q, keys_of(heads), heads[1], out, lse), bounds, self.scale, causal
         )
         if len(heads) == 2:
             return grad_q, (grad_k, grad_v), None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,8 @@ class CheckpointSaver:
         started = self.ranks.together(f"prepare {final}", lambda: (self._new_partial(final), is_planned))
         partial = started[0][0]
         if not all(planned for _, planned in started):
-            self._planned = (owned, self._plan(owned, partial))
+            with _removed_on_failure(partial):
+                self._planned = (owned, make_global_plan(self.ranks.together("plan", lambda: owned)))
         assert self._planned is not None
         plan = self._planned[1]
         completion = None
@@ -124,29 +126,29 @@ class CheckpointSaver:
         partial.mkdir()
         return partial
 
-    def _plan(self, owned: OwnedChunks, partial: Path) -> GlobalPlan:
-        try:
-            return make_global_plan(self.ranks.together("plan", lambda: owned))
-        except ValueError:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-
     def _write(self, job: RankJob, tensors: list[Tensor]) -> None:
-        try:
+        with _removed_on_failure(job.partial):
             self.ranks.together(f"write checkpoint {job.final}", lambda: write_rank(job, tensors))
-        except OSError:
-            shutil.rmtree(job.partial, ignore_errors=True)
-            raise
         self.ranks.together(f"complete {job.final}", lambda: complete(job) if job.completion else None)
 
     def _start(self, job: RankJob, tensors: list[Tensor]) -> None:
         snapshots: list[Snapshot] = []
         try:
-            self.ranks.together("copy the state to host memory", lambda: snapshots.append(Snapshot(tensors, job)))
+            with _removed_on_failure(job.partial):
+                self.ranks.together("copy the state to host memory", lambda: snapshots.append(Snapshot(tensors, job)))
         except OSError:
             for snapshot in snapshots:
                 snapshot.close()
-            shutil.rmtree(job.partial, ignore_errors=True)
             raise
         self.snapshot_bytes = snapshots[0].num_bytes
         self._running = BackgroundWrite(job, snapshots[0])
+
+
+@contextmanager
+def _removed_on_failure(partial: Path) -> Iterator[None]:
+    """Remove an unfinished checkpoint when the ranks cannot write it or do not agree on it."""
+    try:
+        yield
+    except (OSError, ValueError):
+        shutil.rmtree(partial, ignore_errors=True)
+        raise

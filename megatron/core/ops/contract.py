@@ -9,8 +9,8 @@ more.
 
 from __future__ import annotations
 
-import importlib
 import inspect
+import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -75,30 +75,27 @@ class SharedPromptAttention(Protocol):
     ) -> Tensor: ...
 
 
+Bounds = tuple[Tensor, Tensor]  # of the queries, of the keys
+Attended = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # q, k, v, and out and lse of the queries
+
+
 class AttentionBlock(Protocol):
     """Attention to some of a sequence's keys: q [Tq, N, Dq], k [Tk, M, Dq], v [Tk, M, Dv] -> (out, lse).
 
-    cu_seqlens_q, cu_seqlens_k: int32 [B+1] (host or device), bounds of the same B sequences in q and in k. out
-    [Tq, N, Dv]: ``softmax(q k^T * scale) v``; lse float32 [Tq, N]: the logarithm of the softmax's denominator, which
-    is what it takes to join the outputs for several sets of keys. ``causal``: a sequence's last query sees all of its
-    keys, the one before all but the last, and so on; no sequence then has more queries than keys. Sequences without
-    queries or keys are not allowed. No gradient: see ``AttentionBlockGrad``. Tolerance as ``CoreAttention``.
+    bounds: those of the same B sequences in q and in k, int32 [B+1] each (host or device). out [Tq, N, Dv]:
+    ``softmax(q k^T * scale) v``; lse float32 [Tq, N]: the logarithm of the softmax's denominator, which is what it
+    takes to join the outputs for several sets of keys. ``causal``: a sequence's last query sees all of its keys, the
+    one before all but the last, and so on; no sequence then has more queries than keys. Sequences without queries or
+    keys are not allowed. No gradient: see ``AttentionBlockGrad``. Tolerance as ``CoreAttention``.
     """
 
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        scale: float,
-        causal: bool = True,
+        self, q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float, causal: bool = True
     ) -> tuple[Tensor, Tensor]: ...
 
 
 class AttentionBlockGrad(Protocol):
-    """Gradients of q, k and v that go through these keys, when ``out`` and ``lse`` are those of all keys together.
+    """Gradients of q, k and v that go through these keys; ``attended``'s out and lse are those of all keys together.
 
     grad_out and out [Tq, N, Dv], lse float32 [Tq, N], the others as in ``AttentionBlock``. With the weights
     ``p = exp(q k^T * scale - lse)``: ``dv = p^T grad_out``, ``ds = p * (grad_out v^T - sum(grad_out * out)) * scale``,
@@ -106,17 +103,7 @@ class AttentionBlockGrad(Protocol):
     """
 
     def __call__(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        scale: float,
-        causal: bool = True,
+        self, grad_out: Tensor, attended: Attended, bounds: Bounds, scale: float, causal: bool = True
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
@@ -322,14 +309,12 @@ def resolve(provider: str, choices: Mapping[str, bool | str] | None = None) -> T
     nothing, so every table takes it. Raises ``ValueError`` when the text has another form, the module cannot be
     imported, the result is no table, or the function has no such argument.
     """
-    module_name, separator, function_name = provider.partition(":")
-    if not (separator and module_name and function_name):
-        raise ValueError(f"train ops provider {provider!r}: expected 'module:function', e.g. {_EXAMPLE!r}")
     try:
-        factory = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
+        factory = pkgutil.resolve_name(provider)
+    except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"train ops provider {provider!r}: {error}; install the device package or use {_EXAMPLE!r}"
+            f"train ops provider {provider!r}: {error}; expected 'module:function': install the device package or use "
+            f"{_EXAMPLE!r}"
         ) from error
     choices = choices or {}
     forms = inspect.signature(factory).parameters if choices else {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,22 +18,11 @@ from megatron.core.ops.reference_vocab import cross_entropy_grad, log_sum_exp
 
 def reference_ops() -> TrainOps:
     """The table in which every entry is the reference."""
-    entries: dict[str, Any] = {
-        "rms_norm": rms_norm,
-        "swiglu": swiglu,
-        "rotary_interleaved": rotary_interleaved,
-        "core_attention": core_attention,
-        "attention_block": attention_block,
-        "attention_block_grad": attention_block_grad,
-        "matmul": matmul,
-        "grouped_matmul": grouped_matmul,
-        "token_permute": token_permute,
-        "token_unpermute": token_unpermute,
-        "topk_router": topk_router,
-        "log_sum_exp": log_sum_exp,
-        "cross_entropy_grad": cross_entropy_grad,
-        "adamw_step": adamw_step,
-    }
+    functions: list[Callable[..., Any]] = [rms_norm, swiglu, rotary_interleaved, matmul]
+    functions += [core_attention, attention_block, attention_block_grad]
+    functions += [grouped_matmul, token_permute, token_unpermute, topk_router]
+    functions += [log_sum_exp, cross_entropy_grad, adamw_step]
+    entries: dict[str, Any] = {function.__name__: function for function in functions}
     return TrainOps(**entries, names=dict.fromkeys(entries, "reference"))
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.ops.contract import CoreAttention
+from megatron.core.ops.contract import Attended, Bounds, CoreAttention
 from megatron.core.packed_seq_params import SharedPrompts
 
 
@@ -62,12 +63,12 @@ MAX_SCORES = 2**25
 
 
 def attention_block(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, scale: float, causal: bool = True
+    q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float, causal: bool = True
 ) -> tuple[Tensor, Tensor]:
     """See ``contract.AttentionBlock``."""
     out = q.new_empty(*q.shape[:2], v.shape[-1])
     lse = torch.empty(q.shape[:2], dtype=_wide(q).dtype, device=q.device)
-    for rows, keys, hidden in _pieces(q, cu_seqlens_q, cu_seqlens_k, causal):
+    for rows, keys, hidden in _pieces(q, bounds, causal):
         scores = _scores(q[rows], k[keys], scale, hidden)
         lse[rows] = scores.logsumexp(-1).flatten(0, 1).T
         weights = scores.softmax(-1)
@@ -76,21 +77,13 @@ def attention_block(
 
 
 def attention_block_grad(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    scale: float,
-    causal: bool = True,
+    grad_out: Tensor, attended: Attended, bounds: Bounds, scale: float, causal: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See ``contract.AttentionBlockGrad``."""
+    q, k, v, out, lse = attended
     shape = (k.shape[1], -1)  # M, N/M
     grad_q, grad_k, grad_v = (torch.zeros_like(x, dtype=_wide(x).dtype) for x in (q, k, v))
-    for rows, keys, hidden in _pieces(q, cu_seqlens_q, cu_seqlens_k, causal):
+    for rows, keys, hidden in _pieces(q, bounds, causal):
         lse_MGq = lse[rows].T.unflatten(0, shape)
         weights = (_scores(q[rows], k[keys], scale, hidden) - lse_MGq.unsqueeze(-1)).exp_()
         grad_qMGd = _wide(grad_out[rows]).unflatten(1, shape)
@@ -110,13 +103,10 @@ def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
     lse.copy_(total)
 
 
-def _pieces(
-    q: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, causal: bool
-) -> Iterator[tuple[slice, slice, Tensor | None]]:
+def _pieces(q: Tensor, bounds: Bounds, causal: bool) -> Iterator[tuple[slice, slice, Tensor | None]]:
     """Yield some queries of one sequence, its keys, and the mask [queries, keys] of hidden keys (None: no key)."""
-    ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    bounds = zip(ends_q, ends_q[1:], ends_k, ends_k[1:], strict=False)
-    for start_q, end_q, start_k, end_k in bounds:
+    ends_q, ends_k = (ends.tolist() for ends in bounds)
+    for (start_q, end_q), (start_k, end_k) in zip(pairwise(ends_q), pairwise(ends_k), strict=True):
         num_keys = end_k - start_k
         step = max(1, MAX_SCORES // max(1, q.shape[1] * num_keys))
         for first in range(start_q, end_q, step):

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.ops import reference_attention
+from megatron.core.ops.contract import Attended, Bounds
 from megatron.core.ops.cuda import flash
 from megatron.core.ops.cuda.flash import Attend, AttendGrad, Sequences
 from megatron.core.packed_seq_params import SharedPrompts
@@ -62,40 +63,23 @@ class FlashAttention:
         return out
 
     def block(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        scale: float,
-        causal: bool = True,
+        self, q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float, causal: bool = True
     ) -> tuple[Tensor, Tensor]:
         """See ``contract.AttentionBlock``."""
         if q.dtype not in DTYPES:
-            return reference_attention.attention_block(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, causal)
-        out, lse_NT = self.forward(q, k, v, _sequences(q, k, cu_seqlens_q, cu_seqlens_k), scale, causal)
+            return reference_attention.attention_block(q, k, v, bounds, scale, causal)
+        out, lse_NT = self.forward(q, k, v, _sequences(q, k, bounds), scale, causal)
         return out, lse_NT.t().contiguous()
 
     def block_grad(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        scale: float,
-        causal: bool = True,
+        self, grad_out: Tensor, attended: Attended, bounds: Bounds, scale: float, causal: bool = True
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See ``contract.AttentionBlockGrad``."""
-        bounds = cu_seqlens_q, cu_seqlens_k
+        q, k, v, out, lse = attended
         if q.dtype not in DTYPES:
-            return reference_attention.attention_block_grad(grad_out, q, k, v, out, lse, *bounds, scale, causal)
-        lse_NT = lse.t().contiguous()
-        return self.backward(grad_out, q, k, v, out, lse_NT, _sequences(q, k, *bounds), scale, causal)
+            return reference_attention.attention_block_grad(grad_out, attended, bounds, scale, causal)
+        sequences = _sequences(q, k, bounds)
+        return self.backward(grad_out, (q, k, v, out, lse.t().contiguous()), sequences, scale, causal)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float, causal: bool
@@ -107,22 +91,14 @@ class FlashAttention:
         return out[..., :size].contiguous(), lse_NT
 
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse_NT: Tensor,
-        sequences: Sequences,
-        scale: float,
-        causal: bool,
+        self, grad: Tensor, attended: Attended, sequences: Sequences, scale: float, causal: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """-> gradients of q, k and v."""
+        """-> gradients of q, k and v; the log-sum-exp of ``attended`` is [N, Tq]."""
+        q, k, v, out, lse_NT = attended
         width, size, value_size = _width(q, v), q.shape[-1], v.shape[-1]
         grad, out = grad.to(q.dtype), out.to(q.dtype)
         grad, q, k, v, out = (_padded(x, width) for x in (grad, q, k, v, out))
-        grad_q, grad_k, grad_v = self.attend_grad(grad, q, k, v, out, lse_NT, sequences, scale, causal)
+        grad_q, grad_k, grad_v = self.attend_grad(grad, (q, k, v, out, lse_NT), sequences, scale, causal)
         return grad_q[..., :size], grad_k[..., :size], grad_v[..., :value_size]
 
 
@@ -145,7 +121,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grads = ctx.attention.backward(grad, *ctx.saved_tensors, *ctx.arguments)
+        grads = ctx.attention.backward(grad, ctx.saved_tensors, *ctx.arguments)
         return *grads, None, None, None, None
 
 
@@ -203,13 +179,13 @@ class _SharedPromptAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (q, k, v, out, lse_NT), parts = ctx.saved_tensors, ctx.parts
-        grads = ctx.attention.backward(grad, q, k, v, out, lse_NT, parts.own, ctx.scale, True)
+        grads = ctx.attention.backward(grad, (q, k, v, out, lse_NT), parts.own, ctx.scale, True)
         queries, keys = parts.queries, parts.keys
         if not len(queries):
             return *grads, None, None, None
         of_queries = lse_NT[:, queries].contiguous()
-        to_prompt = grad[queries], q[queries], k[keys], v[keys], out[queries], of_queries
-        more = ctx.attention.backward(*to_prompt, parts.across, ctx.scale, False)
+        to_prompt = q[queries], k[keys], v[keys], out[queries], of_queries
+        more = ctx.attention.backward(grad[queries], to_prompt, parts.across, ctx.scale, False)
         for whole, rows, part in zip(grads, (queries, keys, keys), more, strict=True):
             whole[rows] += part
         return *grads, None, None, None
@@ -222,9 +198,9 @@ def _packed(lengths_q: list[int], lengths_k: list[int], device: torch.device) ->
     return Sequences(bounds_q, bounds_k, max(lengths_q, default=0), max(lengths_k, default=0))
 
 
-def _sequences(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Sequences:
-    bounds = async_h2d(cu_seqlens_q, q.device), async_h2d(cu_seqlens_k, k.device)
-    return Sequences(*bounds, _longest(cu_seqlens_q, q), _longest(cu_seqlens_k, k))
+def _sequences(q: Tensor, k: Tensor, bounds: Bounds) -> Sequences:
+    on_device = async_h2d(bounds[0], q.device), async_h2d(bounds[1], k.device)
+    return Sequences(*on_device, _longest(bounds[0], q), _longest(bounds[1], k))
 
 
 def _longest(cu_seqlens: Tensor, x: Tensor) -> int:

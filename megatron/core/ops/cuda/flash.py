@@ -13,6 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron.core.ops.contract import Attended
+
 MULTIPLE, MAX_SIZE = 8, 256  # of a head
 
 
@@ -38,19 +40,10 @@ class Attend(Protocol):
 
 
 class AttendGrad(Protocol):
-    """Gradients of q, k and v, where ``out`` and ``lse`` may be those of more keys than these."""
+    """Gradients of q, k and v, where ``attended``'s out and lse may be those of more keys than these."""
 
     def __call__(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        sequences: Sequences,
-        scale: float,
-        causal: bool,
+        self, grad_out: Tensor, attended: Attended, sequences: Sequences, scale: float, causal: bool
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
@@ -73,32 +66,20 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float, 
 
 
 def attend_grad(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    sequences: Sequences,
-    scale: float,
-    causal: bool,
+    grad_out: Tensor, attended: Attended, sequences: Sequences, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See ``AttendGrad``; the state of the random numbers is not read without dropout."""
     grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
         grad_out,
-        q,
-        k,
-        v,
-        out,
-        lse,
+        *attended,
         sequences.bounds_q,
         sequences.bounds_k,
         sequences.longest_q,
         sequences.longest_k,
         dropout_p=0.0,
         is_causal=causal,
-        rng_state=torch.empty(2, dtype=torch.uint64, device=q.device),
-        unused=torch.empty((), dtype=torch.uint64, device=q.device),
+        rng_state=torch.empty(2, dtype=torch.uint64, device=grad_out.device),
+        unused=torch.empty((), dtype=torch.uint64, device=grad_out.device),
         scale=scale,
     )
     return grads
