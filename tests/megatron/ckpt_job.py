@@ -15,7 +15,7 @@ from torch import nn
 
 from megatron.core.context_parallel.zigzag import zigzag_indices
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.models.gpt.gpt_model import make_gpt_model, model_chunks
+from megatron.core.models.gpt.gpt_model import make_gpt_model
 from megatron.core.ops import reference_ops
 from megatron.core.optimizer import DistributedOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -82,15 +82,11 @@ class TrainingJob:
         step = self.optimizer.num_steps
         batches = [packed_batch(lengths, config.vocab_size, seed=10 * step + i) for i, lengths in enumerate(_LENGTHS)]
         own = batches[groups.coords.dp :: groups.layout.data_parallel_size]
-        num_chunks = len(model_chunks(self.model))
         self.optimizer.zero_grad()
         get_forward_backward_func(groups)(
             forward_step_func=self._forward_step,
-            data_iterator=iter(own) if num_chunks == 1 else [iter(own) for _ in range(num_chunks)],
+            data_iterator=iter(own),
             model=self.model,
-            num_microbatches=len(own),
-            seq_length=1,
-            micro_batch_size=1,
             tensor_shapes=[(12 // groups.cp.size() // groups.tp.size(), config.hidden_size)] * len(own),
         )
         finalize_model_grads(self.model, groups)

@@ -136,9 +136,6 @@ def _step(
         forward_step_func=forward_step,
         data_iterator=local_batches(),
         model=model,
-        num_microbatches=len(LENGTHS),
-        seq_length=NUM_TOKENS,
-        micro_batch_size=1,
         forward_only=forward_only,
         tensor_shapes=[(num_rows, 64)] * len(LENGTHS),
     )

@@ -94,9 +94,7 @@ def _order_of_a_step(optimizer: DistributedOptimizer, seed: int) -> tuple[str, s
             forward_step_func=toy_forward_step,
             data_iterator=iter(batches),
             model=model,
-            num_microbatches=3,
-            seq_length=4,
-            micro_batch_size=1,
+            tensor_shapes=[(4, HIDDEN)] * 3,
         )
     with Order() as rest:
         finalize_model_grads(model, groups)

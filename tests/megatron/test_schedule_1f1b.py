@@ -35,9 +35,6 @@ def _check_against_one_process(
     common = {
         "forward_step_func": toy_forward_step,
         "model": stage,
-        "num_microbatches": len(sizes),
-        "seq_length": sizes[0],
-        "micro_batch_size": 1,
         "tensor_shapes": [(size, HIDDEN) for size in sizes],
     }
     run = get_forward_backward_func(groups)

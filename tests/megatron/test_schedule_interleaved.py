@@ -115,9 +115,6 @@ def _check_against_one_process(groups: ProcessGroups, num_layers: int, sizes: li
     common: dict[str, Any] = {
         "forward_step_func": toy_forward_step,
         "model": stage,
-        "num_microbatches": len(sizes),
-        "seq_length": sizes[0],
-        "micro_batch_size": 1,
         "tensor_shapes": [(size, HIDDEN) for size in sizes],
     }
     run = get_forward_backward_func(groups)
@@ -128,9 +125,8 @@ def _check_against_one_process(groups: ProcessGroups, num_layers: int, sizes: li
         torch.testing.assert_close(param.grad, wanted[name.split(".", 2)[2]].grad, rtol=1e-5, atol=1e-6)
 
     stage.zero_grad()
-    num_chunks = groups.layout.virtual_pipeline_model_parallel_size
     common["forward_step_func"] = toy_output_step
-    seen = run(data_iterator=[iter(batches) for _ in range(num_chunks)], forward_only=True, **common)
+    seen = run(data_iterator=iter(batches), forward_only=True, **common)
     assert all(param.grad is None for param in stage.parameters())
     assert len(seen) == (len(sizes) if groups.is_last_stage else 0)
     for got, want in zip(seen, outputs, strict=False):
@@ -172,9 +168,6 @@ def _outputs_in_memory(num_chunks: int) -> int:
         forward_step_func=forward_step,
         data_iterator=iter(toy_batches([3] * 6)),
         model=toy_stage(groups, toy_config(), 8),
-        num_microbatches=6,
-        seq_length=3,
-        micro_batch_size=1,
         tensor_shapes=[(3, HIDDEN)] * 6,
     )
     destroy_model_parallel()
@@ -220,9 +213,6 @@ def _train_step(groups: ProcessGroups, recompute: bool = False) -> dict[str, tor
         forward_step_func=_forward_step,
         data_iterator=iter(batches),
         model=ddp,
-        num_microbatches=len(batches),
-        seq_length=1,
-        micro_batch_size=1,
         tensor_shapes=[(len(batch.ids_T) // tp, config.hidden_size) for batch in batches],
     )
     finalize_model_grads(ddp, groups)

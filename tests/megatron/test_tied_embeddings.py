@@ -62,9 +62,7 @@ def train(
             forward_step_func=_forward_step,
             data_iterator=iter(own),
             model=wrapped,
-            num_microbatches=len(own),
-            seq_length=NUM_TOKENS,
-            micro_batch_size=1,
+            tensor_shapes=[(NUM_TOKENS // groups.tp.size(), CONFIG.hidden_size)] * len(own),
         )
         finalize_model_grads(wrapped, groups)
         _, norm, _ = optimizer.step()

@@ -12,7 +12,6 @@ import torch
 from hf_formats.config import load_hf_config
 from megatron.core.context_parallel import zigzag_indices
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.models.gpt import model_chunks
 from megatron.core.ops import reference_ops
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_layout import ParallelLayout
@@ -90,14 +89,10 @@ def gradients(
 
         return model(part.ids_T, part.positions_T, part.params), loss_func
 
-    iterators = [iter(own) for _ in model_chunks(ddp)]
     get_forward_backward_func(groups)(
         forward_step_func=forward_step,
-        data_iterator=iterators if len(iterators) > 1 else iterators[0],
+        data_iterator=iter(own),
         model=ddp,
-        num_microbatches=len(own),
-        seq_length=1,
-        micro_batch_size=1,
         tensor_shapes=[(len(part.ids_T) // groups.tp.size(), hf.hidden_size) for part in own],
     )
     finalize_model_grads(ddp, groups)

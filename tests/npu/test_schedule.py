@@ -32,9 +32,6 @@ def _run_on_npu(wanted: dict[str, torch.Tensor], num_stages: int) -> None:
         arguments: dict[str, Any] = {
             "forward_step_func": toy_forward_step,
             "model": stage,
-            "num_microbatches": len(SIZES),
-            "seq_length": 1,
-            "micro_batch_size": 1,
             "tensor_shapes": [(size, HIDDEN) for size in SIZES],
         }
         run = get_forward_backward_func(groups)
@@ -43,7 +40,7 @@ def _run_on_npu(wanted: dict[str, torch.Tensor], num_stages: int) -> None:
             name = name.split(".", 2)[2] if name.startswith("chunks.") else name
             torch.testing.assert_close(param.grad.cpu(), wanted[name], rtol=1e-4, atol=1e-5)
         if groups.rank == 1:
-            arguments |= {"num_microbatches": 4, "tensor_shapes": arguments["tensor_shapes"][:4]}
+            arguments |= {"tensor_shapes": arguments["tensor_shapes"][:4]}
         with pytest.raises(ValueError, match="rank 0 has 5 micro-batches, rank 1 has 4 micro-batches"):
             run(data_iterator=iter(batches), **arguments)
         destroy_model_parallel()

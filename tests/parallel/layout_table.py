@@ -20,7 +20,7 @@ from torch import nn
 
 from megatron.core.context_parallel import zigzag_indices
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.models.gpt.gpt_model import make_gpt_model, model_chunks
+from megatron.core.models.gpt.gpt_model import make_gpt_model
 from megatron.core.ops import reference_ops
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -329,14 +329,10 @@ def _forward_backward(
         # The weights are also those of the losses of multi-token prediction, where the model has it.
         return model(batch.input_ids_T, batch.position_ids_T, batch.packed, loss_mask_T=batch.weight_T), loss_func
 
-    num_chunks = len(model_chunks(ddp))
     losses = get_forward_backward_func(groups)(
         forward_step_func=forward_step,
-        data_iterator=iter(own) if num_chunks == 1 else [iter(own) for _ in range(num_chunks)],
+        data_iterator=iter(own),
         model=ddp,
-        num_microbatches=len(own),
-        seq_length=1,
-        micro_batch_size=1,
         tensor_shapes=[(len(batch.input_ids_T) // groups.tp.size(), config.hidden_size) for batch in own],
     )
     # Every rank of the last stage knows its own part; all others hear it from there.

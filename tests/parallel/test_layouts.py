@@ -141,9 +141,6 @@ def _train(groups: ProcessGroups, layout: Layout) -> Outcome:
             forward_step_func=forward_step,
             data_iterator=iter(own),
             model=ddp,
-            num_microbatches=len(own),
-            seq_length=1,
-            micro_batch_size=1,
             tensor_shapes=[(len(batch.input_ids_T) // layout.tp, config.hidden_size) for batch in own],
         )
         finalize_model_grads(ddp, groups)

@@ -110,9 +110,6 @@ def _a_stage_hangs(directory: str, num_chunks: int) -> None:
             forward_step_func=forward_step,
             data_iterator=iter(toy_batches([3])),
             model=toy_stage(groups, toy_config(), 4),
-            num_microbatches=1,
-            seq_length=3,
-            micro_batch_size=1,
             tensor_shapes=[(3, HIDDEN)],
         )
     watchdog.close()

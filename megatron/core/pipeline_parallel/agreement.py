@@ -21,39 +21,20 @@ from megatron.core.utils import async_h2d
 MAX_SHOWN = 4
 
 
-def microbatch_shapes(
-    given: Sequence[Shape] | None,
-    num_microbatches: int,
-    num_tokens: int,
-    model: nn.Module,
-    groups: ProcessGroups,
-    forward_only: bool,
-) -> Sequence[Shape]:
-    """Return the shape that stages exchange for every micro-batch, ``given`` or the default; collective over the world.
+def require_agreement(shapes: Sequence[Shape], model: nn.Module, groups: ProcessGroups, forward_only: bool) -> None:
+    """Compare the shapes that stages exchange for each micro-batch; collective over the world.
 
     Raises ``ValueError`` on every rank, with the ranks and both numbers, when ranks that communicate within the step
     have different numbers or shapes of micro-batches: otherwise they would wait for one another for ever.
     """
-    layout, config = groups.layout, cast(TransformerConfig, model.config)
-    tokens_per_rank, rest = divmod(num_tokens, layout.tensor_model_parallel_size)
-    shapes = [(tokens_per_rank, config.hidden_size)] * num_microbatches if given is None else given
-    is_mean = not config.calculate_per_token_loss
+    is_mean = not cast(TransformerConfig, model.config).calculate_per_token_loss
     device = next(model.parameters()).device
-    table = _exchange(groups, device, (num_microbatches, int(forward_only), _digest(shapes)), is_mean)
-    if table is not None:
-        problems = disagreements(layout, table, is_mean)
-        if any("shapes" in problem for problem in problems):
-            problems = _with_shapes(groups, shapes, table)
-        if problems:
-            raise ValueError("micro-batches of this step differ between ranks: " + "; ".join(problems))
-    if given is None and rest:
-        raise ValueError(
-            f"seq_length * micro_batch_size is {num_tokens}; it must be a multiple of TP "
-            f"{layout.tensor_model_parallel_size}"
-        )
-    if len(shapes) != num_microbatches:
-        raise ValueError(f"tensor_shapes has {len(shapes)} entries for {num_microbatches} micro-batches")
-    return shapes
+    table = _exchange(groups, device, (len(shapes), int(forward_only), _digest(shapes)), is_mean)
+    problems = [] if table is None else disagreements(groups.layout, table, is_mean)
+    if table is not None and any("shapes" in problem for problem in problems):
+        problems = _with_shapes(groups, shapes, table)
+    if problems:
+        raise ValueError("micro-batches of this step differ between ranks: " + "; ".join(problems))
 
 
 def disagreements(layout: ParallelLayout, table: Tensor, is_mean: bool) -> list[str]:
@@ -93,12 +74,9 @@ def _with_shapes(groups: ProcessGroups, shapes: Sequence[Shape], table: Tensor) 
     found = []
     for rank in (table[:, 2] != table[replica, 2]).nonzero().flatten().tolist()[:MAX_SHOWN]:
         leader = int(replica[rank])
-        pairs = zip(of_rank[leader], of_rank[rank], strict=False)
-        at, (other, mine) = next(((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1]), (-1, ((), ())))
-        if at < 0:
-            found.append(f"rank {leader} has {len(of_rank[leader])} shapes, rank {rank} has {len(of_rank[rank])}")
-        else:
-            found.append(f"micro-batch {at} is {other} on rank {leader} and {mine} on rank {rank}")
+        pairs = zip(of_rank[leader], of_rank[rank], strict=True)  # of one number, which was compared before
+        at, (other, mine) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+        found.append(f"micro-batch {at} is {other} on rank {leader} and {mine} on rank {rank}")
     return found
 
 

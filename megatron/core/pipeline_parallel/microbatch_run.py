@@ -26,14 +26,14 @@ ForwardStepFunc = Callable[[Iterator[Any], nn.Module], tuple[Tensor, LossFunc]]
 class MicroBatchRun:
     """Runs the chunks of ``model`` on micro-batches and collects what the loss function returns, in their order.
 
-    ``data_iterator`` yields every micro-batch once, whatever the number of chunks; or is a list of one iterator for
-    each chunk, as upstream. ``shapes[i]``: what travels between stages for micro-batch i.
+    ``data_iterator`` yields every micro-batch once, whatever the number of chunks. ``shapes[i]``: what travels between
+    stages for micro-batch i.
     """
 
     def __init__(
         self,
         forward_step_func: ForwardStepFunc,
-        data_iterator: Iterator[Any] | Sequence[Iterator[Any]],
+        data_iterator: Iterator[Any],
         model: nn.Module,
         groups: ProcessGroups,
         shapes: Sequence[Shape],
@@ -42,7 +42,7 @@ class MicroBatchRun:
         self.forward_step_func = forward_step_func
         self.model = model
         self.chunks = model_chunks(model)
-        self.data_iterators = _iterators(data_iterator, len(self.chunks))
+        self.data_iterators = itertools.tee(data_iterator, len(self.chunks))
         self.groups, self.shapes = groups, shapes
         self.config = cast(TransformerConfig, model.config)
         self.device = next(model.parameters()).device
@@ -66,7 +66,7 @@ class MicroBatchRun:
                 output, loss_func = self.forward_step_func(self.data_iterators[chunk], part)
         except StopIteration:
             raise ValueError(
-                f"data_iterator ended after {microbatch} micro-batches; num_microbatches is {len(self.shapes)}"
+                f"data_iterator ended after {microbatch} micro-batches; tensor_shapes announced {len(self.shapes)}"
             ) from None
         self._num_forwards[chunk] += 1
         if self.groups.is_last_stage and chunk == len(self.chunks) - 1:
@@ -137,11 +137,3 @@ class _Root(torch.autograd.Function):
             assert ctx.is_loss, "only a loss, a scalar, has no gradient from the next stage"
             return torch.ones_like(grad), None
         return output_grad, None
-
-
-def _iterators(given: Iterator[Any] | Sequence[Iterator[Any]], num_chunks: int) -> Sequence[Iterator[Any]]:
-    if not isinstance(given, Sequence):
-        return itertools.tee(given, num_chunks) if num_chunks > 1 else [given]
-    if len(given) != num_chunks:
-        raise ValueError(f"data_iterator has {len(given)} iterators for {num_chunks} chunks of the model")
-    return given

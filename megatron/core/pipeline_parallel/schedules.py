@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.parallel_state import ProcessGroups
-from megatron.core.pipeline_parallel.agreement import microbatch_shapes
+from megatron.core.pipeline_parallel.agreement import require_agreement
 from megatron.core.pipeline_parallel.microbatch_run import ForwardStepFunc, MicroBatchRun
 from megatron.core.pipeline_parallel.p2p_communication import PipelineLink, Receiving, RingTransfers, Shape
 from megatron.core.pipeline_parallel.schedule_table import Task, timetable
@@ -24,32 +24,27 @@ def get_forward_backward_func(groups: ProcessGroups) -> Callable[..., list[Any]]
 def forward_backward(
     *,
     forward_step_func: ForwardStepFunc,
-    data_iterator: Iterator[Any] | Sequence[Iterator[Any]],
+    data_iterator: Iterator[Any],
     model: nn.Module,
-    num_microbatches: int,
-    seq_length: int,
-    micro_batch_size: int,
+    tensor_shapes: Sequence[Shape],
     groups: ProcessGroups,
     forward_only: bool = False,
-    tensor_shapes: Sequence[Shape] | None = None,
 ) -> list[Any]:
     """Forward and backward of every micro-batch, in the schedule for this pipeline size and number of chunks.
 
     ``forward_step_func(data_iterator, model) -> (output, loss_func)`` runs on every stage, with one chunk at a time;
-    ``loss_func(output) -> (loss, metrics)`` on the last one. ``tensor_shapes[i]`` is the shape (T_i / TP, H) of what
-    travels for micro-batch i, equal on all stages; by default all are (seq_length * micro_batch_size / TP, H). Ranks
-    that do not agree on the micro-batches raise ``ValueError`` before anything moves (``agreement``); collective over
-    the world.
+    ``loss_func(output) -> (loss, metrics)`` on the last one. ``data_iterator`` yields each micro-batch once.
+    ``tensor_shapes`` has an entry for every micro-batch, the shape (T_i / TP, H) of what travels for it, equal on all
+    stages. Ranks that do not agree on the micro-batches raise ``ValueError`` before anything moves (``agreement``);
+    collective over the world.
 
     Gradients: with ``config.calculate_per_token_loss`` their plain sum over micro-batches (the caller has normalised
     the loss over the whole batch), else their mean. Nothing is reduced over data parallel ranks here.
 
     Returns the metrics of every micro-batch on the last stage and [] elsewhere.
     """
-    shapes = microbatch_shapes(
-        tensor_shapes, num_microbatches, seq_length * micro_batch_size, model, groups, forward_only
-    )
-    run = MicroBatchRun(forward_step_func, data_iterator, model, groups, shapes, forward_only)
+    require_agreement(tensor_shapes, model, groups, forward_only)
+    run = MicroBatchRun(forward_step_func, data_iterator, model, groups, tensor_shapes, forward_only)
     with torch.set_grad_enabled(not forward_only):
         if groups.layout.pipeline_model_parallel_size == 1:
             forward_backward_no_pipelining(run)

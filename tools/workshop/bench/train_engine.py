@@ -93,9 +93,7 @@ class TrainEngine:
             forward_step_func=forward_step,
             data_iterator=iter(parts),
             model=self.model,
-            num_microbatches=len(parts),
-            seq_length=max_tokens,
-            micro_batch_size=1,
+            tensor_shapes=[(max_tokens, self.model.config.hidden_size)] * len(parts),
         )
         finalize_model_grads(self.model, self.groups)
         return sum(float(value) for value in values)

@@ -324,9 +324,6 @@ class MegatronPPOActor(BasePPOActor):
             forward_step_func=forward_step,
             data_iterator=iter(micro_batches),
             model=self.actor_module,
-            num_microbatches=len(micro_batches),
-            seq_length=max(micro.num_tokens for micro in micro_batches),
-            micro_batch_size=1,
             forward_only=forward_only,
             tensor_shapes=[(micro.num_tokens // tp, hidden) for micro in micro_batches],
         )

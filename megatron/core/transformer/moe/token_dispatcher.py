@@ -6,6 +6,7 @@ probabilities are applied where its results are added up: at home (all-to-all) o
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -85,25 +86,20 @@ class MoEAlltoAllTokenDispatcher:
         return _AlltoAllDispatch(self, exchange.start(rows), row_map, probs_TK, counts_TSL, exchange)
 
 
+@dataclass
 class _AlltoAllDispatch:
     """row_map: order of this rank's own rows · counts_TSL: rows for each local expert from EP rank S of expert-TP rank
     T, on the host when anything is exchanged · exchange: what sends rows to the EP ranks (None: all experts are here).
     """
 
-    def __init__(
-        self,
-        dispatcher: MoEAlltoAllTokenDispatcher,
-        rows: Tensor,
-        row_map: Tensor,
-        probs_TK: Tensor,
-        counts_TSL: Tensor,
-        exchange: Exchange | None,
-    ) -> None:
-        self.dispatcher, self.ops = dispatcher, dispatcher.ops
-        self.rows, self.row_map, self.probs_TK = rows, row_map, probs_TK
-        self.counts_TSL, self.exchange = counts_TSL, exchange
-        self.expert_map: Tensor | None = None
-        self.back: Exchange | None = None
+    dispatcher: MoEAlltoAllTokenDispatcher
+    rows: Tensor
+    row_map: Tensor
+    probs_TK: Tensor
+    counts_TSL: Tensor
+    exchange: Exchange | None
+    expert_map: Tensor | None = None
+    back: Exchange | None = None
 
     def finish(self) -> tuple[Tensor, Tensor]:
         tokens_per_expert = self.counts_TSL.sum((0, 1))
@@ -111,12 +107,12 @@ class _AlltoAllDispatch:
             return self.rows, tokens_per_expert
         rows = gather_rows(self.exchange.finish(self.rows), self.dispatcher.etp, self._etp_sizes())
         if self.counts_TSL.shape[-1] > 1:
-            rows, self.expert_map = self.ops.token_permute(rows, self._local_experts(rows.device))
+            rows, self.expert_map = self.dispatcher.ops.token_permute(rows, self._local_experts(rows.device))
         return rows, tokens_per_expert
 
     def start_combine(self, rows: Tensor) -> None:
         if self.expert_map is not None:
-            rows = self.ops.token_unpermute(rows, self.expert_map)
+            rows = self.dispatcher.ops.token_unpermute(rows, self.expert_map)
         if self.exchange is not None:
             rows = reduce_scatter_rows(rows, self.dispatcher.etp, self._etp_sizes())
             there = self.exchange
@@ -126,7 +122,7 @@ class _AlltoAllDispatch:
 
     def finish_combine(self) -> Tensor:
         rows = self.rows if self.back is None else self.back.finish(self.rows)
-        return self.ops.token_unpermute(rows, self.row_map, self.probs_TK)
+        return self.dispatcher.ops.token_unpermute(rows, self.row_map, self.probs_TK)
 
     def _etp_sizes(self) -> list[int]:
         sizes: list[int] = self.counts_TSL.sum((1, 2)).tolist()
