@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from hf_formats.families.family import (
-    GROUPED_QUERY_SIZES,
-    Family,
-    Raw,
-    grouped_query_fields,
-    grouped_query_problems,
-    refused,
-)
+from hf_formats.families import family as parts
+from hf_formats.families.family import Family, Raw
 
 
 def problems(raw: Raw) -> list[str]:
-    return refused(raw, attention_bias=False, mlp_bias=False) + grouped_query_problems(raw)
+    return parts.refused(raw, attention_bias=False, mlp_bias=False) + parts.grouped_query_problems(raw)
 
 
-FAMILY = Family("llama", "LlamaForCausalLM", GROUPED_QUERY_SIZES, grouped_query_fields, problems)
+FAMILY = Family("llama", "LlamaForCausalLM", parts.GROUPED_QUERY_SIZES, parts.grouped_query_fields, problems)

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from hf_formats.families.family import (
-    GROUPED_QUERY_SIZES,
-    Family,
-    Fields,
-    Raw,
-    grouped_query_fields,
-    grouped_query_problems,
-)
+from hf_formats.families import family as parts
+from hf_formats.families.family import Family, Fields, Raw
 
 
 def fields(raw: Raw) -> Fields:
-    return grouped_query_fields(raw) | {"attention_bias": True}
+    return parts.grouped_query_fields(raw) | {"attention_bias": True}
 
 
-FAMILY = Family("qwen2", "Qwen2ForCausalLM", GROUPED_QUERY_SIZES, fields, grouped_query_problems)
+FAMILY = Family("qwen2", "Qwen2ForCausalLM", parts.GROUPED_QUERY_SIZES, fields, parts.grouped_query_problems)

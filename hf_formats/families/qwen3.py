@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from hf_formats.families.family import (
-    GROUPED_QUERY_SIZES,
-    Family,
-    Fields,
-    Raw,
-    grouped_query_fields,
-    grouped_query_problems,
-    refused,
-)
+from hf_formats.families import family as parts
+from hf_formats.families.family import Family, Fields, Raw
 
 
 def fields(raw: Raw) -> Fields:
-    return grouped_query_fields(raw) | {"qk_norm": True}
+    return parts.grouped_query_fields(raw) | {"qk_norm": True}
 
 
 def problems(raw: Raw) -> list[str]:
-    return refused(raw, attention_bias=False) + grouped_query_problems(raw)
+    return parts.refused(raw, attention_bias=False) + parts.grouped_query_problems(raw)
 
 
-FAMILY = Family("qwen3", "Qwen3ForCausalLM", GROUPED_QUERY_SIZES, fields, problems)
+FAMILY = Family("qwen3", "Qwen3ForCausalLM", parts.GROUPED_QUERY_SIZES, fields, problems)

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
+from hf_formats.families import family as parts
 from hf_formats.families import qwen3
-from hf_formats.families.family import (
-    GROUPED_QUERY_SIZES,
-    Family,
-    Fields,
-    Raw,
-    common_keys,
-    expert_fields,
-    expert_problems,
-    refused,
-)
+from hf_formats.families.family import Family, Fields, Raw
 
 
 def fields(raw: Raw) -> Fields:
-    return qwen3.fields(raw) | expert_fields(common_keys(raw), "greedy", "softmax", norm_topk_prob=False)
+    return qwen3.fields(raw) | parts.expert_fields(parts.common_keys(raw), "greedy", "softmax", norm_topk_prob=False)
 
 
 def problems(raw: Raw) -> list[str]:
-    every_layer = refused(raw, decoder_sparse_step=1, mlp_only_layers=[])
-    return qwen3.problems(raw) + every_layer + expert_problems(common_keys(raw), "n_routed_experts")
+    every_layer = parts.refused(raw, decoder_sparse_step=1, mlp_only_layers=[])
+    return qwen3.problems(raw) + every_layer + parts.expert_problems(parts.common_keys(raw), "n_routed_experts")
 
 
-SIZES = (*GROUPED_QUERY_SIZES, "moe_intermediate_size", "num_experts_per_tok")
+SIZES = (*parts.GROUPED_QUERY_SIZES, "moe_intermediate_size", "num_experts_per_tok")
 FAMILY = Family("qwen3_moe", "Qwen3MoeForCausalLM", SIZES, fields, problems)
