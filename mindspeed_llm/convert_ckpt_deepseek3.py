@@ -10,7 +10,6 @@ from hf_formats.config import HFModelConfig
 from hf_formats.problems import raise_problems
 from megatron.core.parallel_layout import ParallelLayout
 from mindspeed_llm.conversion.command import (
-    Request,
     add_checkpoint_flags,
     conversion_parser,
     positive,
@@ -30,7 +29,7 @@ def plan_shards(
     mtp_num_layers: int = 0,
     dry_run: bool = False,
     hf_config_dir: Path | None = None,
-) -> Request:
+) -> Conversion:
     """``load_dir`` for the ranks of ``layout``, the first ``mtp_num_layers`` multi-token-prediction modules too.
 
     FP8 weights become BF16, with no copy of the checkpoint in between; a tensor that several ranks hold is read once
@@ -41,7 +40,7 @@ def plan_shards(
     config = {key: value for key, value in found.config.items() if key != "quantization_config"}
     writer = RankWriter(found.source, config, mtp_num_layers, layout, naming)
     arguments = {"layout": repr(layout), "naming": naming, "mtp_num_layers": mtp_num_layers}
-    return Request(Conversion("convert_ckpt_deepseek3", arguments, found.files, found.source, writer), found.hf)
+    return Conversion("convert_ckpt_deepseek3", arguments, found.files, found.source, writer, found.hf)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -52,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--num-layers", type=int, help="must agree with config.json, which is the default")
     parser.add_argument("--first-k-dense-replace", type=int, help="must agree with config.json, which is the default")
 
-    def plan(given: argparse.Namespace) -> Request:
+    def plan(given: argparse.Namespace) -> Conversion:
         hf = input_config(given.hf_config_dir or given.load_dir)
         layout, naming = given_layout(given, "target", hf)
         problems = _flag_problems(given, hf) + plan_problems(hf, layout)

@@ -9,7 +9,6 @@ from hf_formats.config import load_hf_config, read_config_dict
 from megatron.core.parallel_layout import ParallelLayout
 from mindspeed_llm.cli_io import companion_files
 from mindspeed_llm.conversion.command import (
-    Request,
     add_checkpoint_flags,
     conversion_parser,
     positive,
@@ -39,7 +38,7 @@ def plan_hf(
     mtp_num_layers: int = 0,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     to_fp8: bool = False,
-) -> Request:
+) -> Conversion:
     """The sharded ``load_dir`` as an HF directory, with ``to_fp8`` as DeepSeek publishes (weights quantised again).
 
     config.json and tokenizer come from ``hf_config_dir``. ``layout``, ``naming`` and ``mtp_num_layers`` are for
@@ -56,7 +55,7 @@ def plan_hf(
     writer = HFWriter(shards_by_bytes(tensors, max_shard_bytes), config, hf_config_dir)
     inputs = (*source.files(), hf_config_dir / "config.json", *companion_files(hf_config_dir))
     arguments = {"max_shard_bytes": max_shard_bytes, "source": source.describe(), "to_fp8": to_fp8}
-    return Request(Conversion("convert_ckpt_deepseek3_mcore2hf", arguments, inputs, source, writer), hf)
+    return Conversion("convert_ckpt_deepseek3_mcore2hf", arguments, inputs, source, writer, hf)
 
 
 def _open(
@@ -83,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     add_layout_flags(parser, "source")
     parser.add_argument("--fp8", action="store_true", help="quantise the weights again, as DeepSeek publishes them")
 
-    def plan(given: argparse.Namespace) -> Request:
+    def plan(given: argparse.Namespace) -> Conversion:
         sizes = (getattr(given, f"source_{axis}_parallel_size") for axis in ("tensor", "pipeline", "expert"))
         chunks, experts = given.num_layers_per_virtual_pipeline_stage, (given.moe_grouped_gemm, given.moe_tp_extend_ep)
         is_given = any((*sizes, given.num_layer_list, chunks, given.noop_layers, *experts))

@@ -9,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from mindspeed_llm.conversion.command import (
-    Request,
     add_checkpoint_flags,
     conversion_parser,
     positive,
@@ -28,7 +27,7 @@ def plan_torch_dist(
     mtp_num_layers: int = 0,
     hf_config_dir: Path | None = None,
     dry_run: bool = False,
-) -> Request:
+) -> Conversion:
     """``load_dir`` in ``num_files`` files (default: of 5 GB), the first ``mtp_num_layers`` MTP modules too.
 
     ``hf_config_dir`` is for training checkpoints, which do not say of which model they are.
@@ -37,7 +36,7 @@ def plan_torch_dist(
     count = num_files or -(-hf_bytes(found.hf) // DEFAULT_SHARD_BYTES)
     writer = DCPWriter(found.source, found.config, mtp_num_layers, count)
     arguments = {"num_files": count, "mtp_num_layers": mtp_num_layers}
-    return Request(Conversion("convert_ckpt_torch_dist", arguments, found.files, found.source, writer), found.hf)
+    return Conversion("convert_ckpt_torch_dist", arguments, found.files, found.source, writer, found.hf)
 
 
 def main(argv: list[str] | None = None) -> int:

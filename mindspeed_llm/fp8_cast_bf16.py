@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mindspeed_llm.conversion.command import Request, conversion_parser, positive, run_conversion
+from mindspeed_llm.conversion.command import conversion_parser, positive, run_conversion
 from mindspeed_llm.conversion.engine import Conversion
 from mindspeed_llm.conversion.hf_writer import HFTensor, HFWriter, shards_by_bytes
 from mindspeed_llm.conversion.inputs import open_input
@@ -15,7 +15,7 @@ from mindspeed_llm.weight_source import plain_dtype
 
 def plan_cast(
     input_dir: Path, max_shard_bytes: int = DEFAULT_SHARD_BYTES, mtp_num_layers: int = 0, dry_run: bool = False
-) -> Request:
+) -> Conversion:
     """The BF16 form of ``input_dir``.
 
     FP8 weights are multiplied by their blocks' scales and rounded to BF16, other tensors copied, scales and MTP layers
@@ -29,7 +29,7 @@ def plan_cast(
     config = plain_config(found.config, found.hf.mtp_num_layers, sizes)
     writer = HFWriter(shards_by_bytes(tensors, max_shard_bytes), config, input_dir)
     arguments = {"max_shard_bytes": max_shard_bytes, "mtp_num_layers": mtp_num_layers}
-    return Request(Conversion("fp8_cast_bf16", arguments, found.files, found.source, writer), found.hf)
+    return Conversion("fp8_cast_bf16", arguments, found.files, found.source, writer, found.hf)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor
 from hf_formats.config import HFModelConfig
 from hf_formats.fp8 import FP8_DTYPE
 from hf_formats.ranges import Ranges, shape_of
-from mindspeed_llm.conversion.command import Request, conversion_parser, run_conversion
+from mindspeed_llm.conversion.command import conversion_parser, run_conversion
 from mindspeed_llm.conversion.engine import Conversion, RunOptions, convert
 from mindspeed_llm.conversion.hf_writer import HFWriter, published, published_config, shards_by_count
 from mindspeed_llm.conversion.inputs import open_input
@@ -28,10 +28,10 @@ from mindspeed_llm.weight_source import WeightSource
 
 def quantize_checkpoint(input_dir: Path, output_dir: Path, num_shards: int = 4, num_mtp_layers: int = 1) -> bool:
     """Write the published form of ``input_dir`` to ``output_dir``; False when it is there already."""
-    return convert(plan_quantize(input_dir, num_shards, num_mtp_layers).conversion, output_dir, RunOptions())
+    return convert(plan_quantize(input_dir, num_shards, num_mtp_layers), output_dir, RunOptions())
 
 
-def plan_quantize(input_dir: Path, num_shards: int, num_mtp_layers: int, dry_run: bool = False) -> Request:
+def plan_quantize(input_dir: Path, num_shards: int, num_mtp_layers: int, dry_run: bool = False) -> Conversion:
     """The published form of ``input_dir``.
 
     ``num_shards`` is an upper limit: a file holds at least one weight. Unquantised tensors become BF16, the router's
@@ -55,7 +55,7 @@ def plan_quantize(input_dir: Path, num_shards: int, num_mtp_layers: int, dry_run
     writer = HFWriter(shards_by_count(tensors, num_shards), config, input_dir)
     source = WithMTP(found.source, hf)
     arguments = {"num_shards": num_shards, "num_nextn_predict_layers": num_mtp_layers}
-    return Request(Conversion("fp8_quantize", arguments, found.files, source, writer), hf)
+    return Conversion("fp8_quantize", arguments, found.files, source, writer, hf)
 
 
 @dataclass(frozen=True)

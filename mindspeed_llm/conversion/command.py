@@ -8,10 +8,8 @@ import resource
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
-from hf_formats.config import HFModelConfig
 from mindspeed_llm.cli_io import run_cli, say
 from mindspeed_llm.conversion.engine import Conversion, RunOptions, convert, partial_directory, verify
 from mindspeed_llm.conversion.kernels import choose_kernels
@@ -21,14 +19,6 @@ from mindspeed_llm.hf_shapes import hf_tensors, shared_copies
 
 _MIB = 2**20
 _RECORD_BYTES = 200  # the journal's record of a tensor, in memory until the manifest is written
-
-
-@dataclass(frozen=True)
-class Request:
-    """A conversion that flags ask for, and the model that it writes."""
-
-    conversion: Conversion
-    hf: HFModelConfig
 
 
 def conversion_parser(command: str, description: str | None) -> argparse.ArgumentParser:
@@ -52,7 +42,7 @@ def add_checkpoint_flags(parser: argparse.ArgumentParser, needs_hf_config: bool 
 
 
 def run_conversion(
-    parser: argparse.ArgumentParser, plan: Callable[[argparse.Namespace], Request], argv: list[str] | None
+    parser: argparse.ArgumentParser, plan: Callable[[argparse.Namespace], Conversion], argv: list[str] | None
 ) -> int:
     """Add the flags of how to run, parse, and convert, forecast or verify the output; returns the exit status."""
     group = parser.add_argument_group("how to run")
@@ -78,34 +68,34 @@ def run_conversion(
     return run_cli(parser, lambda arguments: _run(arguments, plan), argv)
 
 
-def _run(arguments: argparse.Namespace, plan: Callable[[argparse.Namespace], Request]) -> None:
+def _run(arguments: argparse.Namespace, plan: Callable[[argparse.Namespace], Conversion]) -> None:
     output: Path = arguments.output
     if arguments.verify:
         manifest = verify(output, arguments.workers)
         num_tensors = sum(len(record.tensors) for record in manifest.files.values())
         say(f"{output} is whole: {num_tensors} tensors in {len(manifest.files)} files have their checksums")
         return
-    request = plan(arguments)
-    command = request.conversion.command
+    conversion = plan(arguments)
+    command = conversion.command
     kernels = choose_kernels(arguments.kernels)
     options = RunOptions(arguments.workers, arguments.max_memory * _MIB, arguments.resume, kernels)
     if arguments.dry_run:
-        lines = _forecast(request, output, options)
+        lines = _forecast(conversion, output, options)
         say("\n".join([f"{command}: nothing is written; this would make {output}", *lines]))
         return
     say(f"kernels: {kernels}")
-    is_new = convert(request.conversion, output, options)
+    is_new = convert(conversion, output, options)
     state = "written to" if is_new else "is complete; nothing to do:"
-    say(f"{len(request.conversion.writer.files())} files of {command} {state} {output}")
+    say(f"{len(conversion.writer.files())} files of {command} {state} {output}")
 
 
-def _forecast(request: Request, output: Path, options: RunOptions) -> list[str]:
+def _forecast(conversion: Conversion, output: Path, options: RunOptions) -> list[str]:
     """Lines that say, from the plan of every file alone, what the conversion will take; nothing is read or written.
 
     Peak memory is the most that the slab being made takes with all that it is made of, and what waits to be written,
     beside the process itself (interpreter, torch, plan, journal).
     """
-    conversion, hf, writer = request.conversion, request.hf, request.conversion.writer
+    hf, writer = conversion.hf, conversion.writer
     sizes = [writer.file_bytes(file) for file in writer.files()]
     tensors = [tensor for file in writer.files() for tensor in writer.tensors(file)]
     slab_bytes = max(in_flight_bytes(tensor, conversion.source, options.max_bytes) for tensor in tensors)

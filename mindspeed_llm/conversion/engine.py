@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hf_formats.config import HFModelConfig
 from hf_formats.files import sync_path
 from hf_formats.problems import raise_problems
 from mindspeed_llm.cli_io import create_parent, digest_file, progress, replace_directory
@@ -37,7 +38,7 @@ from mindspeed_llm.weight_source import WeightSource
 class Conversion:
     """What is converted into what. ``arguments`` (no paths) and the contents of ``inputs`` decide the output.
 
-    ``source`` and ``writer`` are pickled into worker processes.
+    ``hf``: the model that is written. ``source`` and ``writer`` are pickled into worker processes.
     """
 
     command: str
@@ -45,6 +46,7 @@ class Conversion:
     inputs: tuple[Path, ...]
     source: WeightSource
     writer: Writer
+    hf: HFModelConfig
 
     def made_from(self) -> dict[str, Any]:
         """What decides the output, as journal and manifest keep it; reads samples of the inputs."""

@@ -214,7 +214,7 @@ def test_dry_run_needs_a_config_only(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_a_disk_that_is_too_small_is_said_before_anything_is_written(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(tiny_hf_config(vocab_size=10**12, torch_dtype="float32")))
     layout = shard_layout(1, 1, 1, tp_extend_ep=False)
-    planned = plan_shards(tmp_path, layout, "mindspeed_llm", dry_run=True).conversion
+    planned = plan_shards(tmp_path, layout, "mindspeed_llm", dry_run=True)
     with pytest.raises(ValueError, match=r"needs 512000\.0 GB more and its disk has"):
         convert(planned, tmp_path / "out", RunOptions())
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]

@@ -119,7 +119,7 @@ def test_torch_and_the_training_engine_read_it(tmp_path: Path) -> None:
     write_tiny_checkpoint(tmp_path / "hf", config, dtype=torch.bfloat16)
     found = open_input(tmp_path / "hf", 1)
     writer = pickle.loads(pickle.dumps(DCPWriter(found.source, found.config, 1, num_files=4, max_chunk_bytes=3000)))
-    convert(Conversion("test", {}, found.files, found.source, writer), tmp_path / "dcp", RunOptions())
+    convert(Conversion("test", {}, found.files, found.source, writer, found.hf), tmp_path / "dcp", RunOptions())
     stored = saved_tensors(tmp_path / "dcp")
     assert max(len(tensor.chunks) for tensor in stored.values()) > 4
     state = {key: torch.empty(tensor.shape, dtype=tensor.dtype) for key, tensor in stored.items()}

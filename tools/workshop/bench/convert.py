@@ -179,15 +179,15 @@ def subjects(root: Path, num_workers: int) -> list[Subject]:
 
 def cast(source: Path, target: Path, num_workers: int = 1) -> None:
     """FP8 to BF16 in files of 0.4 GB."""
-    conversion = plan_cast(source, max_shard_bytes=_FILE_BYTES).conversion
+    conversion = plan_cast(source, max_shard_bytes=_FILE_BYTES)
     convert(conversion, target, RunOptions(num_workers, kernels="native"))
 
 
 def shard(source: Path, target: Path, num_workers: int = 1) -> None:
     """HF to shards of TP2 EP4 with whole experts."""
     layout = shard_layout(2, 1, 4, tp_extend_ep=True)
-    request = plan_shards(source, layout, "mindspeed_llm")
-    convert(request.conversion, target, RunOptions(num_workers, kernels="native"))
+    conversion = plan_shards(source, layout, "mindspeed_llm")
+    convert(conversion, target, RunOptions(num_workers, kernels="native"))
 
 
 def nothing(task: str, on_bytes: Callable[[int], None]) -> None:

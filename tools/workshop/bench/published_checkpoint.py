@@ -81,7 +81,7 @@ def write_published_checkpoint(output: Path, config: dict[str, Any], num_files: 
             shards_by_count(weights, num_files), published_config(config, hf.mtp_num_layers), Path(companions)
         )
         arguments = {"config": config, "num_files": num_files}
-        conversion = Conversion("published_checkpoint", arguments, (), source, writer)
+        conversion = Conversion("published_checkpoint", arguments, (), source, writer, hf)
         return convert(conversion, output, RunOptions(resume=True))
 
 

@@ -40,7 +40,7 @@ class LanguageModelEmbedding(nn.Module):
 class GPTModel(nn.Module):
     """Embedding (first stage), this stage's layers, output layer and multi-token prediction (last stage).
 
-    ``pre_process`` and ``post_process`` (embedding here, output layer here) follow the stage unless given. With virtual
+    ``pre_process`` and ``post_process`` say whether the embedding and the output layer are here. With virtual
     stages the model is chunk ``vp_stage`` of its stage (``ModelChunks`` holds them all): the embedding is in the first
     chunk of the first stage, the output layer in the last chunk of the last. The constructor does not initialise
     weights: call ``init_weights`` or load them.
@@ -57,9 +57,6 @@ class GPTModel(nn.Module):
         config: TransformerConfig,
         groups: ProcessGroups,
         ops: TrainOps,
-        *,
-        pre_process: bool | None = None,
-        post_process: bool | None = None,
         vp_stage: int | None = None,
     ) -> None:
         super().__init__()
@@ -71,8 +68,8 @@ class GPTModel(nn.Module):
             ops.tensor_parallel_overlap.prepare(groups.tp)
         self.vp_stage = vp_stage or 0
         is_last_chunk = self.vp_stage == groups.layout.virtual_pipeline_model_parallel_size - 1
-        self.pre_process = groups.is_first_stage and self.vp_stage == 0 if pre_process is None else pre_process
-        self.post_process = groups.is_last_stage and is_last_chunk if post_process is None else post_process
+        self.pre_process = groups.is_first_stage and self.vp_stage == 0
+        self.post_process = groups.is_last_stage and is_last_chunk
         self._input_tensor: Tensor | None = None
         has_mtp = self.post_process and config.mtp_num_layers is not None
         if self.pre_process or has_mtp:
@@ -186,17 +183,12 @@ class ModelChunks(nn.Module):
             chunk.init_weights(seed)  # type: ignore[operator]
 
 
-def make_gpt_model(
-    config: TransformerConfig, groups: ProcessGroups, ops: TrainOps, **arguments: Any
-) -> GPTModel | ModelChunks:
-    """This rank's part of the model: one GPTModel, or one for each virtual stage.
-
-    ``arguments`` are further keywords of GPTModel.
-    """
+def make_gpt_model(config: TransformerConfig, groups: ProcessGroups, ops: TrainOps) -> GPTModel | ModelChunks:
+    """This rank's part of the model: one GPTModel, or one for each virtual stage."""
     num_chunks = groups.layout.virtual_pipeline_model_parallel_size
     if num_chunks == 1:
-        return GPTModel(config, groups, ops, **arguments)
-    return ModelChunks(GPTModel(config, groups, ops, vp_stage=chunk, **arguments) for chunk in range(num_chunks))
+        return GPTModel(config, groups, ops)
+    return ModelChunks(GPTModel(config, groups, ops, vp_stage=chunk) for chunk in range(num_chunks))
 
 
 def model_chunks(module: nn.Module) -> Sequence[nn.Module]:
