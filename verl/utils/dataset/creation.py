@@ -12,7 +12,6 @@ from torch.utils.data import Dataset, RandomSampler, Sampler, SequentialSampler
 
 from verl.experimental.dataset.sampler import AbstractSampler
 from verl.utils.dataset.rl_dataset import RLHFDataset, setting
-from verl.utils.errors import BatchError, WrongTypeError
 from verl.utils.import_utils import load_extern_type
 
 
@@ -44,7 +43,7 @@ def dataset_class(data_config: Any) -> type:
     chosen = load_extern_type(path, name)
     where = f"data.custom_cls: {name} of {path}"
     if not isinstance(chosen, type) or not issubclass(chosen, Dataset):
-        raise WrongTypeError(f"{where} is {chosen!r}; expected a class derived from torch.utils.data.Dataset")
+        raise ValueError(f"{where} is {chosen!r}; expected a class derived from torch.utils.data.Dataset")
     try:
         given = _dataset_arguments(chosen, None, data_config, None, None, setting(data_config, "train_max_samples", -1))
         inspect.signature(chosen).bind(**given)
@@ -64,7 +63,7 @@ def sampler_class(data_config: Any) -> type[AbstractSampler] | None:
     where = f"data.sampler: {name} of {path}"
     if not isinstance(chosen, type) or not issubclass(chosen, AbstractSampler):
         module = AbstractSampler.__module__
-        raise BatchError(f"{where} is {chosen!r}; expected a class derived from {module}.AbstractSampler")
+        raise ValueError(f"{where} is {chosen!r}; expected a class derived from {module}.AbstractSampler")
     try:
         inspect.signature(chosen).bind(data_source=None, data_config=None)
     except TypeError as error:
