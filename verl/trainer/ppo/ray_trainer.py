@@ -17,7 +17,6 @@ from verl.single_controller.base import get_together
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.config.data import file_list, val_sets
-from verl.trainer.ppo.algos import AdvantageEstimator
 from verl.trainer.ppo.filter_groups import group_filter
 from verl.trainer.ppo.kl import get_kl_controller
 from verl.trainer.ppo.metric_utils import (
@@ -42,7 +41,7 @@ from verl.trainer.ppo.schedules.group_sampling import Grading
 from verl.trainer.ppo.schedules.saved import SavedSource
 from verl.trainer.ppo.schedules.synchronous import SynchronousSource
 from verl.trainer.ppo.scores import add_scores, reward_parts
-from verl.trainer.ppo.step_functions import apply_kl_penalty, compute_advantage, compute_response_mask
+from verl.trainer.ppo.step_functions import apply_kl_penalty, compute_advantage
 from verl.trainer.ppo.step_profiles import StepProfiles
 from verl.trainer.ppo.step_timeline import StepTimeline
 from verl.trainer.ppo.stop_request import StopRequest, TrainingInterruptedError
@@ -58,18 +57,6 @@ from verl.workers.row_store import worker_batch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-__all__ = [
-    "AdvantageEstimator",
-    "RayPPOTrainer",
-    "apply_kl_penalty",
-    "compute_advantage",
-    "compute_data_metrics",
-    "compute_response_mask",
-    "compute_throughout_metrics",
-    "compute_timing_metrics",
-    "marked_timer",
-]
 
 logger = logging.getLogger(__name__)
 
