@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from verl.utils.trackers import COLUMNS
+
 
 class ClearMLLogger:
     """A task of ClearML; metric ``a/b/c`` is the series ``b/c`` of the plot ``a``.
@@ -43,16 +45,13 @@ class ClearMLLogger:
             title, _, series = name.partition("/")
             logger.report_scalar(title, series or title, float(value), step)
 
+    def log_generations(self, samples: Sequence[Sequence[Any]], step: int) -> None:
+        """The text report of the task: a line of JSON with input, output and score of each sample."""
+        for sample in samples:
+            row = dict(zip(COLUMNS, (step, *sample), strict=True))
+            self._task.get_logger().report_text(json.dumps(row, ensure_ascii=False), print_console=False)
+
     def finish(self, *, is_done: bool = True) -> None:
         if not is_done:
             self._task.mark_failed(ignore_errors=True, status_reason="the run ended before its last step")
         self._task.close()
-
-
-def log_generations(samples: Sequence[Sequence[Any]], step: int) -> None:
-    """The text report of the current task: a line of JSON with input, output and score of each sample."""
-    from clearml import Logger
-
-    for sample in samples:
-        row = dict(zip(("input", "output", "score"), sample, strict=True))
-        Logger.current_logger().report_text(json.dumps({"step": step, **row}, ensure_ascii=False), print_console=False)

@@ -44,16 +44,13 @@ class SwanlabLogger:
     def log(self, data: Mapping[str, Any], step: int) -> None:
         self._swanlab.log(dict(data), step=step)
 
+    def log_generations(self, samples: Sequence[Sequence[Any]], step: int) -> None:
+        """The texts ``val/generations``, one for each sample, with input, output and score."""
+        texts = []
+        for index, (prompt, response, score) in enumerate(samples):
+            text = f"input: {prompt}\n\n---\n\noutput: {response}\n\n---\n\nscore: {score}"
+            texts.append(self._swanlab.Text(text, caption=f"sample {index + 1}"))
+        self._swanlab.log({"val/generations": texts}, step=step)
+
     def finish(self, *, is_done: bool = True) -> None:
         self._swanlab.finish(state="success" if is_done else "crashed")
-
-
-def log_generations(samples: Sequence[Sequence[Any]], step: int) -> None:
-    """The texts ``val/generations`` of the current run, one for each sample, with input, output and score."""
-    import swanlab
-
-    texts = []
-    for index, (prompt, response, score) in enumerate(samples):
-        text = f"input: {prompt}\n\n---\n\noutput: {response}\n\n---\n\nscore: {score}"
-        texts.append(swanlab.Text(text, caption=f"sample {index + 1}"))
-    swanlab.log({"val/generations": texts}, step=step)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from verl.utils.trackers import COLUMNS
+
 
 class TrackioLogger:
     """A run of Trackio.
@@ -37,13 +39,10 @@ class TrackioLogger:
     def log(self, data: Mapping[str, Any], step: int) -> None:
         self._trackio.log(dict(data), step=step)
 
+    def log_generations(self, samples: Sequence[Sequence[Any]], step: int) -> None:
+        """The table ``val/generations``: a row with (input, output, score) of each sample."""
+        table = self._trackio.Table(columns=COLUMNS, data=[[step, *sample] for sample in samples])
+        self._trackio.log({"val/generations": table}, step=step)
+
     def finish(self, *, is_done: bool = True) -> None:
         self._trackio.finish()
-
-
-def log_generations(samples: Sequence[Sequence[Any]], step: int) -> None:
-    """The table ``val/generations`` of the current run: a row with (input, output, score) of each sample."""
-    import trackio
-
-    rows = [[step, *sample] for sample in samples]
-    trackio.log({"val/generations": trackio.Table(columns=["step", "input", "output", "score"], data=rows)}, step=step)

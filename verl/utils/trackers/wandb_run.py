@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from verl.utils.trackers import COLUMNS
+
 
 class WandbLogger:
     """A run of wandb.
@@ -42,18 +44,15 @@ class WandbLogger:
     def log(self, data: Mapping[str, Any], step: int) -> None:
         self._run.log(dict(data), step=step)
 
+    def log_generations(self, samples: Sequence[Sequence[Any]], step: int) -> None:
+        """The table ``val/generations``: a row with (input, output, score) of each sample.
+
+        wandb keeps a table per step, since a table that was logged cannot grow.
+        """
+        table = self._wandb.Table(columns=COLUMNS, data=[[step, *sample] for sample in samples])
+        self._run.log({"val/generations": table}, step=step)
+
     def finish(self, *, is_done: bool = True) -> None:
         exit_code = 0 if is_done else 1
         self._run.finish(exit_code=exit_code)
         self._wandb.teardown(exit_code=exit_code)  # ends wandb's own process
-
-
-def log_generations(samples: Sequence[Sequence[Any]], step: int) -> None:
-    """The table ``val/generations`` of the current run: a row with (input, output, score) of each sample.
-
-    wandb keeps a table per step, since a table that was logged cannot grow.
-    """
-    import wandb
-
-    rows = [[step, *sample] for sample in samples]
-    wandb.log({"val/generations": wandb.Table(columns=["step", "input", "output", "score"], data=rows)}, step=step)
