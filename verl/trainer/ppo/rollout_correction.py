@@ -20,10 +20,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.parallel_state import ProcessGroups
+from verl.protocol import DataProto
 from verl.trainer.config.algorithm import RolloutCorrectionSection
 from verl.utils.masks import selected
+from verl.utils.megatron.reduce import reduce_over
 
 SAFETY_BOUND = 20.0  # of log-ratios before exp; e^20 is far beyond every threshold
 PREFIX = "rollout_corr/"
@@ -69,6 +73,34 @@ def corrections(
         kept = kept * (~is_vetoed.any(-1, keepdim=True)).to(mask.dtype)
         metrics |= _shares(is_vetoed, mask, over_ranks, "rollout_is_veto_fraction", "rollout_is_catastrophic_fraction")
     return weights, kept, metrics
+
+
+def corrected(
+    data: DataProto, config: RolloutCorrectionSection, groups: ProcessGroups, device: torch.device
+) -> tuple[DataProto, dict[str, float]]:
+    """``data`` with ``rollout_is_weights`` (where requested) and ``kept_mask`` [B, R], and metrics of the whole batch.
+
+    Collective over the data-parallel ranks of the last stage. Rows are whole there, on every context-parallel rank, so
+    that no level depends on how they are packed. Computed on the host: fp64 sums of a few numbers per token. ``device``
+    is where collectives expect tensors.
+
+    Raises:
+        ValueError: old or rollout log-probs are missing.
+    """
+    names = ("old_log_probs", "rollout_log_probs", "response_mask")
+    missing = [name for name in names if name not in data.batch]
+    if missing:
+        raise ValueError(f"algorithm.rollout_correction: the batch has no {' and no '.join(missing)}")
+
+    def over_ranks(sums: Tensor) -> Tensor:
+        return reduce_over(sums, groups.dp, dist.ReduceOp.SUM, device)
+
+    old, rollout, mask = (data.batch[name] for name in names)
+    weights, kept, metrics = corrections(old, rollout, mask, config, over_ranks)
+    columns = dict(data.batch.items()) | {"kept_mask": kept}
+    if weights is not None:
+        columns["rollout_is_weights"] = weights
+    return DataProto.from_dict(columns, data.non_tensor_batch, data.meta_info), metrics
 
 
 def compute_rollout_correction_weights(
