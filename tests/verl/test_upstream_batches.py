@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 
 from recipes.common.tokenizer import write_tokenizer
 from verl.utils import model as model_utils
-from verl.utils.tokenizer import hf_processor, hf_tokenizer
+from verl.utils.tokenizer import hf_tokenizer
 
 
-def test_tokenizers_and_processors(tmp_path: Path) -> None:
+def test_a_tokenizer_has_a_pad_token(tmp_path: Path) -> None:
     write_tokenizer(["a few words"] * 3, tmp_path, 270, 64)
     tokenizer = hf_tokenizer(str(tmp_path), trust_remote_code=True)
     assert tokenizer.pad_token_id is not None
-    assert hf_processor(str(tmp_path), trust_remote_code=True, use_fast=True) is None
-    (tmp_path / "preprocessor_config.json").write_text("{}")
-    with pytest.raises(ValueError, match="only models of text"):
-        hf_processor(str(tmp_path))
 
 
 def test_positions_of_a_padded_batch() -> None:

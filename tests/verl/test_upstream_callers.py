@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo import core_algos
-from verl.utils.profiler import DistProfiler, mark_annotate
 
 
 def test_an_estimator_takes_the_config() -> None:
@@ -17,15 +15,3 @@ def test_an_estimator_takes_the_config() -> None:
     assert returns.tolist() == [[1.5, 1.0]]
     _, returns = core_algos.compute_reinforce_plus_plus_outcome_advantage(ones, ones, config=config)
     assert returns.tolist() == [[1.5, 1.0]]
-
-
-def test_ranges_are_in_a_profile(monkeypatch: pytest.MonkeyPatch) -> None:
-    @DistProfiler.annotate(color="red")
-    @mark_annotate(message="annotated")
-    def doubled(number: int) -> int:
-        return 2 * number
-
-    monkeypatch.setenv("KINETO_LOG_LEVEL", "6")  # read once, and a later test asks that a recording prints nothing
-    with torch.profiler.profile() as profile:
-        assert doubled(2) == 4
-    assert {"annotated", "doubled"} <= {event.key for event in profile.key_averages()}

@@ -10,14 +10,10 @@ from tests.verl.upstream_api import module_differences
 from verl import DataProto
 from verl.trainer.ppo.core_algos import AdaptiveKLController
 from verl.trainer.ppo.step_functions import apply_kl_penalty, compute_advantage
-from verl.utils import device
 from verl.utils.groupwise import as_torch_index, group_mean_std
 
 NAMES = {
     "verl.utils": ("as_torch_index", "group_mean_std", "hf_tokenizer"),
-    "verl.utils.device": (
-        *("is_cuda_available", "is_npu_available", "get_device_name", "get_torch_device", "get_device_id"),
-    ),
     "verl.utils.groupwise": ("as_torch_index", "group_mean_std"),
     "verl.utils.import_utils": ("import_external_libs", "load_extern_type"),
 }
@@ -69,15 +65,6 @@ def test_advantages_of_groups_and_of_values() -> None:
     data.batch["values"] = torch.tensor([[0.5, 0.25], [1.0, 0.0]])
     gae = compute_advantage(data, "gae", gamma=1.0, lam=0.0)  # returns are r + V of the next token
     assert gae.batch["returns"].tolist()[0] == [0.25, 1.0] and gae.batch["returns"][1, 0] == 2.0
-
-
-def test_the_device_of_this_machine() -> None:
-    name = device.get_device_name()
-    assert device.get_torch_device() is getattr(torch, name)
-    assert device.is_cuda_available == torch.cuda.is_available()
-    if name == "cpu":
-        assert device.get_device_id() == 0
-        assert not device.is_npu_available
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ class RayPPOTrainer:
             config.gen_batch_size,
             shuffle=data.shuffle,
             seed=data.seed or 0,
-            sampler=create_rl_sampler(data, self.train_dataset.dataset) if data.sampler.class_path else None,
+            sampler=create_rl_sampler(data, self.train_dataset.dataset),
         )
         per_epochs = self.train_loader.num_prompts // data.train_batch_size * config.trainer.total_epochs
         self.total_training_steps = config.trainer.total_training_steps or per_epochs
@@ -367,5 +367,5 @@ class RayPPOTrainer:
 
 
 def _prompts(config: PPOTrainerConfig, tokenizer: PreTrainedTokenizerBase, files: list[str], max_samples: int) -> Any:
-    dataset = create_rl_dataset(files, config.data, tokenizer, None, max_samples=max_samples)
+    dataset = create_rl_dataset(files, config.data, tokenizer, max_samples)
     return PromptItems(dataset, tokenizer, config.data.max_prompt_length)
