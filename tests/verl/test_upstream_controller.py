@@ -44,10 +44,6 @@ def worker_class() -> type[Worker]:
         def with_rank(self, number: float) -> float:
             return number + self.rank
 
-        @register()
-        async def doubled(self, number: int) -> int:
-            return 2 * number
-
         @register(execute_mode=Execute.RANK_ZERO)
         def length(self, numbers: list[int]) -> int:
             return len(numbers)
@@ -75,7 +71,7 @@ def test_a_users_workers(local_ray: None) -> None:
         assert padded.batch["x"].tolist() == [10, 11, 112]  # the fourth row was padding
         assert group.first(5) == 5
         assert group.with_rank(0.5) == [0.5, 1.5] and group.with_rank([1, 2]) == [1, 3]  # one for all, or one each
-        assert group.doubled(3) == [6, 6] and group.length([7, 7]) == 2
+        assert group.length([7, 7]) == 2
 
 
 def test_the_workers_of_the_page_run(local_ray: None) -> None:

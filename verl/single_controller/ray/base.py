@@ -7,7 +7,6 @@ import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from textwrap import shorten
 from types import TracebackType
@@ -139,7 +138,7 @@ class RayWorkerGroup(WorkerGroup):
             self._actors[rank].call.remote(method, kept, *args, **kwargs): rank
             for rank, (args, kwargs), kept in zip(ranks, per_rank, keep, strict=True)
         }
-        limit = _TimeLimit.from_now(timeout_s)
+        limit = _TimeLimit(timeout_s)
         return PendingCall(partial(self._wait, method, refs, limit), _Progress(list(refs), limit).is_over)
 
     def shutdown(self) -> None:
@@ -169,7 +168,7 @@ class RayWorkerGroup(WorkerGroup):
         self, ray_cls_with_init: RayClassWithInitArgs, timeout_s: float, joins: RayWorkerGroup | None
     ) -> None:
         refs = {actor.address.remote(): rank for rank, actor in enumerate(self._actors)}
-        self._addresses = list(self._wait("start of the process", refs, _TimeLimit.from_now(timeout_s)))
+        self._addresses = list(self._wait("start of the process", refs, _TimeLimit(timeout_s)))
         first: ProcessAddress = self._addresses[0]  # type: ignore[assignment]
         own_addr = LOOPBACK if is_one_node() else first.node_ip
         self.master_address = own_addr if joins is None else joins.master_address
@@ -179,7 +178,7 @@ class RayWorkerGroup(WorkerGroup):
         init = ray_cls_with_init
         blob = ray.put(ray.cloudpickle.dumps((init.cls, init.args, init.kwargs)))
         refs = {actor.start.remote(env, blob): rank for rank, actor in enumerate(self._actors)}
-        self._wait("__init__", refs, _TimeLimit.from_now(timeout_s))
+        self._wait("__init__", refs, _TimeLimit(timeout_s))
         logger.info(
             "%s: %d workers, rendezvous %s:%s", self.name, self.world_size, self.master_address, self.master_port
         )
@@ -266,19 +265,15 @@ def _first_death(probes: _Probes, method: str, timeout_s: float) -> WorkerDiedEr
     return None
 
 
-@dataclass(frozen=True)
 class _TimeLimit:
     """When a call must have its answers; ``timeout_s`` None means for ever."""
 
-    timeout_s: float | None
-    start_s: float
-
-    @classmethod
-    def from_now(cls, timeout_s: float | None) -> _TimeLimit:
-        return cls(timeout_s, time.monotonic())
+    def __init__(self, timeout_s: float | None) -> None:
+        self.timeout_s = timeout_s
+        self._end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
 
     def remaining_s(self) -> float:
-        return math.inf if self.timeout_s is None else max(0.0, self.start_s + self.timeout_s - time.monotonic())
+        return max(0.0, self._end_s - time.monotonic())
 
 
 class _Progress:

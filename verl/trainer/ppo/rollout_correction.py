@@ -54,19 +54,10 @@ def corrections(
     metrics = compute_offpolicy_metrics(old_log_prob, rollout_log_prob, response_mask, over_ranks)
     weights, kept = None, mask
     if config.rollout_is is not None:
-        weights, found = compute_rollout_correction_weights(
-            log_ratio,
-            response_mask,
-            config.rollout_is,
-            config.rollout_is_threshold,
-            config.rollout_is_batch_normalize,
-            over_ranks,
-        )
+        weights, found = compute_rollout_correction_weights(log_ratio, mask, config, over_ranks)
         metrics |= found
     if config.rollout_rs is not None:
-        kept, found = compute_rollout_rejection_mask(
-            log_ratio, response_mask, config.rollout_rs, config.rs_upper, config.rs_lower, over_ranks
-        )
+        kept, found = compute_rollout_rejection_mask(log_ratio, mask, config, over_ranks)
         metrics |= found
     if config.rollout_token_veto_threshold is not None:
         is_vetoed = (_ratio(log_ratio) < config.rollout_token_veto_threshold) & (mask > 0)
@@ -104,25 +95,20 @@ def corrected(
 
 
 def compute_rollout_correction_weights(
-    log_ratio: Tensor,
-    response_mask: Tensor,
-    rollout_is: str = "token",
-    rollout_is_threshold: float = 2.0,
-    rollout_is_batch_normalize: bool = False,
-    over_ranks: OverRanks = one_rank,
+    log_ratio: Tensor, mask: Tensor, config: RolloutCorrectionSection, over_ranks: OverRanks
 ) -> tuple[Tensor, dict[str, float]]:
     """min(r, threshold) on every response token, r that of ``rollout_is``'s level, and how they spread.
 
     With ``rollout_is_batch_normalize`` divided by their mean: over tokens, or at other levels over sequences.
     ``rollout_is_eff_sample_size`` is (sum w)^2 / (n sum w^2) over the same.
     """
-    mask = response_mask.to(log_ratio.dtype)
-    ratio = ratio_at_level(log_ratio, mask, rollout_is)
-    weights = torch.clamp(ratio, max=rollout_is_threshold) * mask
+    level, threshold = str(config.rollout_is), config.rollout_is_threshold
+    ratio = ratio_at_level(log_ratio, mask, level)
+    weights = torch.clamp(ratio, max=threshold) * mask
     # Each sequence once where all its tokens share a weight, so that long ones do not count more.
-    once = mask if rollout_is == "token" else _first_tokens(mask)
+    once = mask if level == "token" else _first_tokens(mask)
     w, r = (weights * once).double(), (ratio * once).double()
-    is_cut = (ratio > rollout_is_threshold) * once
+    is_cut = (ratio > threshold) * once
     sums = torch.stack([once.double().sum(), w.sum(), w.square().sum(), r.sum(), is_cut.double().sum()])
     count, total, squares, raw, cut = over_ranks(sums).tolist()
     count = max(count, 1.0)
@@ -134,24 +120,17 @@ def compute_rollout_correction_weights(
         "rollout_is_ratio_mean": raw / count,
         "rollout_is_ratio_fraction_high": cut / count,
     }
-    if rollout_is_batch_normalize and mean > 0:
+    if config.rollout_is_batch_normalize and mean > 0:
         weights = weights / mean
     return weights, {PREFIX + name: value for name, value in metrics.items()}
 
 
 def compute_rollout_rejection_mask(
-    log_ratio: Tensor,
-    response_mask: Tensor,
-    rollout_rs: str = "token",
-    rollout_rs_threshold: float = 2.0,
-    rollout_rs_threshold_lower: float | None = None,
-    over_ranks: OverRanks = one_rank,
+    log_ratio: Tensor, mask: Tensor, config: RolloutCorrectionSection, over_ranks: OverRanks
 ) -> tuple[Tensor, dict[str, float]]:
     """1 on response tokens with lower <= r <= upper, r that of ``rollout_rs``'s level; lower absent = 1 / upper."""
-    mask = response_mask.to(log_ratio.dtype)
-    lower = 1.0 / rollout_rs_threshold if rollout_rs_threshold_lower is None else rollout_rs_threshold_lower
-    ratio = ratio_at_level(log_ratio, mask, rollout_rs)
-    is_out = ((ratio < lower) | (ratio > rollout_rs_threshold)) & (mask > 0)
+    ratio = ratio_at_level(log_ratio, mask, str(config.rollout_rs))
+    is_out = ((ratio < config.rs_lower) | (ratio > config.rs_upper)) & (mask > 0)
     metrics = _shares(is_out, mask, over_ranks, "rollout_rs_seq_masked_fraction", "rollout_rs_masked_fraction")
     return mask * (~is_out).to(mask.dtype), metrics
 

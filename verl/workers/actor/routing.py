@@ -19,9 +19,11 @@ class Routing:
 
     Attributes:
         columns: what it reads of a batch beside the tokens.
+        rows: the choices that are replayed, by row of the batch.
     """
 
     columns: ClassVar[tuple[str, ...]] = ()
+    rows: RoutingRows | None = None
 
     def begin_scoring(self, data: DataProto) -> DataProto:
         """The batch whose micro-batches ``of_micro_batch`` is asked about."""
@@ -36,6 +38,7 @@ class Routing:
 
     def end_update(self) -> None:
         """Called after the last mini-batch."""
+        self.rows = None
 
     def of_micro_batch(self, micro: PackedMicroBatch, data: DataProto) -> MicroBatchRouting | None:
         """The tracing or replaying of ``micro``, which was packed from ``data``; None: the gate chooses."""
@@ -47,7 +50,6 @@ class TracedRouting(Routing):
 
     def __init__(self, replay: RouterReplay, groups: ProcessGroups, device: torch.device) -> None:
         self._replay, self._groups, self._device = replay, groups, device
-        self.rows: RoutingRows | None = None
 
     def begin_scoring(self, data: DataProto) -> DataProto:
         self.rows = None
@@ -61,9 +63,6 @@ class TracedRouting(Routing):
             raise ValueError("router replay: compute_log_prob must record the rows before update_policy")
         self.rows.check(data)
         return with_row_numbers(data)
-
-    def end_update(self) -> None:
-        self.rows = None
 
     def of_micro_batch(self, micro: PackedMicroBatch, data: DataProto) -> MicroBatchRouting:
         return self._replay.record() if self.rows is None else self.rows.replayed(self._replay, micro, data)
@@ -81,7 +80,6 @@ class RolloutRouting(Routing):
 
     def __init__(self, replay: RouterReplay, layers: Sequence[int], all_layers: Sequence[int]) -> None:
         self._replay, self._layers, self._all_layers = replay, layers, all_layers
-        self.rows: RoutingRows | None = None
 
     def begin_scoring(self, data: DataProto) -> DataProto:
         self.rows = RoutingRows.from_rollout(data, self._layers, self._all_layers)
@@ -92,9 +90,6 @@ class RolloutRouting(Routing):
 
     def begin_update(self, data: DataProto) -> DataProto:
         return self.begin_scoring(data)
-
-    def end_update(self) -> None:
-        self.rows = None
 
     def of_micro_batch(self, micro: PackedMicroBatch, data: DataProto) -> MicroBatchRouting:
         assert self.rows is not None, "begin_scoring or begin_update comes first"

@@ -8,8 +8,8 @@ the rows of a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from verl.trainer.ppo.aggregation import agg_loss
 from verl.utils.masks import selected
 from verl.utils.registry import Registry
 from verl.workers.config import ActorConfig
-from verl.workers.config.actor import PolicyLossConfig
 
 # (old_log_prob, log_prob, advantages, response_mask: [B, R], loss_agg_mode, config of the actor, rollout_is_weights:
 # [B, R] or None) -> (scalar loss, metrics)
@@ -97,7 +96,7 @@ def loss_of_tokens(
             advantages: Tensor,
             response_mask: Tensor,
             loss_agg_mode: str = default_agg_mode,
-            config: Any = None,
+            config: ActorConfig | None = None,
             rollout_is_weights: Tensor | None = None,
         ) -> tuple[Tensor, dict[str, Any]]:
             mask = response_mask.to(log_prob.dtype)
@@ -124,7 +123,12 @@ def token_form(function: PolicyLossFn) -> TokenForm | None:
 
 
 def _losses_of_rows(
-    losses: TokenLossFn, old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, mask: Tensor, config: Any
+    losses: TokenLossFn,
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    config: ActorConfig | None,
 ) -> TokenLosses:
     old_log_prob, log_prob, advantages = (selected(each, mask) for each in (old_log_prob, log_prob, advantages))
     count = mask.sum(-1, keepdim=True).clamp(min=1)
@@ -132,26 +136,7 @@ def _losses_of_rows(
     def sequence_mean(values: Tensor) -> Tensor:
         return ((values.detach() * mask).sum(-1, keepdim=True) / count).expand_as(values)
 
-    return losses(old_log_prob, log_prob, advantages, actor_config(config), sequence_mean)
-
-
-def actor_config(config: Any) -> ActorConfig:
-    """What a loss reads of its config, which may be a mapping with some of the keys, or None: the defaults."""
-    if isinstance(config, ActorConfig):
-        return config
-    policy_loss = _given(config, "policy_loss")
-    names = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
-    found = {name: value for name in names if (value := _given(config, name)) is not None}
-    of_loss = {
-        field.name: value
-        for field in fields(PolicyLossConfig)
-        if (value := _given(policy_loss, field.name)) is not None
-    }
-    return ActorConfig(policy_loss=PolicyLossConfig(**of_loss), **found)
-
-
-def _given(config: Any, name: str) -> Any:
-    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+    return losses(old_log_prob, log_prob, advantages, config or ActorConfig(), sequence_mean)
 
 
 def clamped_log_ratio(old_log_prob: Tensor, log_prob: Tensor, largest: float = 20.0) -> Tensor:
