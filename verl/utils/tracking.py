@@ -61,7 +61,7 @@ class Tracking:
                 run_id = self._runs.get(name, {}).get("run_id")
                 place = {"directory": directory, "run_id": run_id}
                 try:
-                    tracker = TRACKERS[name].load()(project_name, experiment_name, config, **place)
+                    tracker = TRACKERS[name].load()(project_name, experiment_name, config or {}, **place)
                 except Exception as error:  # a process edge: a login that is missing, a server that is away
                     raise ValueError(f"trainer.logger: {name} cannot start: {type(error).__name__}: {error}") from error
                 self.logger[name] = tracker

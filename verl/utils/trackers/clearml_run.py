@@ -17,13 +17,7 @@ class ClearMLLogger:
     """
 
     def __init__(
-        self,
-        project_name: str,
-        experiment_name: str,
-        config: Any,
-        *,
-        directory: str | None = None,
-        run_id: str | None = None,
+        self, project_name: str, experiment_name: str, config: Mapping[str, Any], directory: str, run_id: str | None
     ) -> None:
         from clearml import Task
 
@@ -37,7 +31,7 @@ class ClearMLLogger:
             auto_connect_frameworks=False,
         )
         self.run_id = str(self._task.id)
-        self._task.connect_configuration(dict(config or {}), name="config")
+        self._task.connect_configuration(dict(config), name="config")
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
         logger = self._task.get_logger()

@@ -21,13 +21,7 @@ class MlflowLogger:
     """
 
     def __init__(
-        self,
-        project_name: str,
-        experiment_name: str,
-        config: Mapping[str, Any] | None,
-        *,
-        directory: str | None = None,
-        run_id: str | None = None,
+        self, project_name: str, experiment_name: str, config: Mapping[str, Any], directory: str, run_id: str | None
     ) -> None:
         import mlflow
 
@@ -35,7 +29,7 @@ class MlflowLogger:
         mlflow.set_experiment(project_name)
         self.run_id = str(mlflow.start_run(run_id=run_id, run_name=experiment_name).info.run_id)
         if run_id is None:  # parameters of a run cannot change
-            params = list(_flat(config or {}).items())
+            params = list(_flat(config).items())
             for first in range(0, len(params), _MOST_PARAMS):
                 mlflow.log_params(dict(params[first : first + _MOST_PARAMS]))
 

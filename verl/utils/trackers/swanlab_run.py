@@ -17,23 +17,17 @@ class SwanlabLogger:
     """
 
     def __init__(
-        self,
-        project_name: str,
-        experiment_name: str,
-        config: Mapping[str, Any] | None,
-        *,
-        directory: str | None = None,
-        run_id: str | None = None,
+        self, project_name: str, experiment_name: str, config: Mapping[str, Any], directory: str, run_id: str | None
     ) -> None:
         import swanlab
 
         self._swanlab = swanlab
-        folder = os.environ.get("SWANLAB_LOG_DIR") or str(Path(directory or ".") / "swanlog")
+        folder = os.environ.get("SWANLAB_LOG_DIR") or str(Path(directory) / "swanlog")
         Path(folder).mkdir(parents=True, exist_ok=True)
         run = swanlab.init(
             project=project_name,
             name=experiment_name,
-            config={"FRAMEWORK": "verl", **(config or {})},
+            config={"FRAMEWORK": "verl", **config},
             log_dir=folder,
             mode=os.environ.get("SWANLAB_MODE"),
             id=run_id,

@@ -16,13 +16,7 @@ class TrackioLogger:
     """
 
     def __init__(
-        self,
-        project_name: str,
-        experiment_name: str,
-        config: Mapping[str, Any] | None,
-        *,
-        directory: str | None = None,
-        run_id: str | None = None,
+        self, project_name: str, experiment_name: str, config: Mapping[str, Any], directory: str, run_id: str | None
     ) -> None:
         import trackio
 
@@ -30,7 +24,7 @@ class TrackioLogger:
         run = trackio.init(
             project=project_name,
             name=run_id or experiment_name,
-            config=dict(config or {}),
+            config=dict(config),
             resume="allow" if run_id else "never",
             embed=False,
         )

@@ -18,13 +18,7 @@ class WandbLogger:
     """
 
     def __init__(
-        self,
-        project_name: str,
-        experiment_name: str,
-        config: Mapping[str, Any] | None,
-        *,
-        directory: str | None = None,
-        run_id: str | None = None,
+        self, project_name: str, experiment_name: str, config: Mapping[str, Any], directory: str, run_id: str | None
     ) -> None:
         import wandb
 
@@ -34,7 +28,7 @@ class WandbLogger:
         self._run = wandb.init(
             project=project_name,
             name=experiment_name,
-            config=dict(config or {}),
+            config=dict(config),
             dir=folder,
             id=run_id,
             resume=resume,

@@ -6,9 +6,9 @@ Both are called with (old log-probs [S], log-probs [S] of the policy, inputs [S]
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,10 +46,8 @@ class PolicyTerm:
     metrics: Mapping[str, float] | None = None
 
 
-class PolicyTermFn(Protocol):
-    def __call__(
-        self, old_S: Tensor, log_probs_S: Tensor, tokens: TokenInputs, micro: PackedMicroBatch
-    ) -> PolicyTerm: ...
+# (old log-probs [S], log-probs [S], inputs [S], the micro-batch) -> its part of the loss
+PolicyTermFn = Callable[[Tensor, Tensor, TokenInputs, PackedMicroBatch], PolicyTerm]
 
 
 def policy_term(config: ActorConfig, inputs: LossInputs, cp_group: dist.ProcessGroup | None) -> PolicyTermFn:
