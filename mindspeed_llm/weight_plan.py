@@ -68,20 +68,13 @@ class TensorPlan:
 def plan_problems(hf: HFModelConfig, layout: ParallelLayout) -> list[str]:
     """Every reason why ``layout`` cannot divide this model; experts may also be split (expert TP > 1)."""
     found = layout.problems(hf.num_hidden_layers, hf.n_routed_experts or None, hf.num_attention_heads, hf.vocab_size)
-    tp, etp = layout.tensor_model_parallel_size, layout.expert_tensor_parallel_size
-    widths = [("intermediate_size", hf.intermediate_size, tp)]
+    dense: dict[str, int | None] = {"intermediate_size": hf.intermediate_size}
     if hf.n_shared_experts:
-        widths.append(("shared expert width", hf.shared_expert_intermediate_size, tp))
-    if hf.n_routed_experts:
-        widths.append(("moe_intermediate_size", hf.moe_intermediate_size, etp))
-    if layout.mla_down_proj_column_parallel and hf.is_mla:
-        widths.append(("kv_lora_rank + qk_rope_head_dim", hf.kv_lora_rank + hf.qk_rope_head_dim, tp))
-        widths.append(("q_lora_rank", hf.q_lora_rank or 0, tp))
-    found.extend(f"{what} {size} does not divide by {ways}" for what, size, ways in widths if ways > 1 and size % ways)
-    heads = hf.num_key_value_heads
-    if not hf.is_mla and heads % tp and tp % heads:
-        found.append(f"num_key_value_heads {heads} neither divides by {tp} nor divides it")
-    return found
+        dense["shared expert width"] = hf.shared_expert_intermediate_size
+    experts = {"moe_intermediate_size": hf.moe_intermediate_size} if hf.n_routed_experts else {}
+    down = {"kv_lora_rank + qk_rope_head_dim": hf.kv_lora_rank + hf.qk_rope_head_dim, "q_lora_rank": hf.q_lora_rank}
+    groups = {"num_key_value_heads": hf.num_key_value_heads}
+    return found + layout.width_problems(dense, experts, down if hf.is_mla else {}, {} if hf.is_mla else groups)
 
 
 def raise_layout_problems(hf: HFModelConfig, layout: ParallelLayout) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -34,6 +35,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Let subprocesses import our packages, keep them to one thread, tag them, and fork them with torch imported."""
+    gc.disable()  # until all is collected: what imports make lives on, and each walk over it takes half a second
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
@@ -58,15 +60,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Tests that need a newer torch than the installed one are skipped.
     """
+    torch_version = _numbers(metadata.version("torch"))
     for item in items:
         for needs in item.iter_markers("needs_torch"):
             version, reason = needs.args
-            if _numbers(metadata.version("torch")) < _numbers(version):
+            if torch_version < _numbers(version):
                 item.add_marker(pytest.mark.skip(reason=f"needs torch {version}: {reason}"))
         if starts_processes(item.path):
             item.add_marker("processes")
     if _is_worker(config):
         items.sort(key=lambda item: (not runs_whole_jobs(item.path), item.get_closest_marker("processes") is None))
+
+
+def pytest_collection_finish() -> None:
+    """Turn the garbage collector on again, with what is there by now among its oldest objects, and let it run seldom.
+
+    With Python's thresholds, made for small programs, a seventh of the time of tests in one process would be its walks.
+    """
+    gc.freeze()
+    gc.unfreeze()
+    gc.set_threshold(10_000, 10, 10)
+    gc.enable()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -92,6 +106,7 @@ def pytest_testnodedown(node: Any) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail the run when a process that it started still lives, and end that process."""
+    gc.freeze()  # pytest and Python walk over all objects several times as they end
     if _is_worker(session.config):
         for name, key in LEFT_OUT_KEYS.items():
             session.config.workeroutput[name] = sorted(session.config.stash.get(key, ()))

@@ -56,6 +56,7 @@ def _sources(path: Path) -> set[Path]:
     return {source for name in _imports(path) if (source := _source(name)) is not None}
 
 
+@cache
 def _source(module: str) -> Path | None:
     """Return the file of one of our modules; None for a package, a member or somebody else's module."""
     path = ROOT / (module.replace(".", "/") + ".py")

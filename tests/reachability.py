@@ -13,6 +13,7 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -77,7 +78,7 @@ class Module:
 
     def bound_by(self, tree: ast.AST) -> Iterator[tuple[str, tuple[str, str | None]]]:
         """(name, (module, its name or None for the module)) of each import below ``tree``."""
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     first = alias.name.split(".")[0]
@@ -108,7 +109,7 @@ class Reachability:
                 parts = path.relative_to(root).with_suffix("").parts
                 name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
                 module = Module(name, parts[-1] == "__init__")
-                module.read(ast.parse(path.read_text(encoding="utf-8")).body)
+                module.read(statements(path))
                 self.modules[name] = module
 
     def use_text(self, text: str, *, names_code: bool) -> None:
@@ -188,7 +189,7 @@ class Reachability:
         local = dict(module.bound_by(tree))
         for source, name in local.values():
             self._import(source if name is None or f"{source}.{name}" not in self.modules else f"{source}.{name}")
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
                 target = self._look_up(module, local, node.id)
                 if not isinstance(target, str):
@@ -256,6 +257,19 @@ class Reachability:
             else:
                 source, _, name = dotted.rpartition(".")
                 self._reach(self._resolve(source, name))
+
+
+@cache
+def statements(path: Path) -> list[ast.stmt]:
+    """The statements of a file."""
+    return ast.parse(path.read_text(encoding="utf-8")).body
+
+
+@cache
+def nodes(tree: ast.AST) -> list[ast.AST]:
+    """What imports or reads something below ``tree``, in the order of ``ast.walk``."""
+    kinds = (ast.Import, ast.ImportFrom, ast.Name, ast.Attribute, ast.Constant, ast.Call)
+    return [node for node in ast.walk(tree) if isinstance(node, kinds)]
 
 
 def _assigned(statement: ast.Assign | ast.AnnAssign) -> Iterator[str]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ast
+import os
 import tomllib
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
-from tests.reachability import Reachability
+import pytest
+
+from tests.reachability import Reachability, nodes, statements
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (
@@ -32,14 +36,20 @@ BY_STRING = {
 }
 
 
-def texts(root: Path) -> Iterator[Path]:
+@cache
+def texts(root: Path) -> list[Path]:
     """Scripts, configs and pages, without what only records others' names."""
-    for path in sorted(root.rglob("*")):
-        inner = path.relative_to(root)
-        is_text = path.suffix in (".sh", ".md", ".yaml", ".toml") or path.name.startswith("Dockerfile")
-        is_ours = inner.parts[0] not in ("tests", "outputs") and not any(part.startswith(".") for part in inner.parts)
-        if is_text and is_ours and inner.name != "CHANGELOG.md" and inner.parts[:2] != ("third_party", "api"):
-            yield path
+    found: list[Path] = []
+    for folder, folders, files in os.walk(root):
+        is_top = Path(folder) == root
+        folders[:] = [name for name in folders if name[0] != "." and not (is_top and name in ("tests", "outputs"))]
+        found += (Path(folder, name) for name in files if name[0] != ".")
+    return [
+        path
+        for path in sorted(found)
+        if path.suffix in (".sh", ".md", ".yaml", ".toml") or path.name.startswith("Dockerfile")
+        if path.name != "CHANGELOG.md" and path.relative_to(root).parts[:2] != ("third_party", "api")
+    ]
 
 
 def reachability(root: Path, planted: Mapping[str, str] = MappingProxyType({})) -> Reachability:
@@ -60,6 +70,14 @@ def reachability(root: Path, planted: Mapping[str, str] = MappingProxyType({})) 
         for module, names in modules.items():
             found.use(module, *names)
     return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sources_are_read_once() -> Iterator[None]:
+    """The trees of all our code, which these tests share, are freed after them."""
+    yield
+    statements.cache_clear()
+    nodes.cache_clear()
 
 
 def test_nothing_public_is_for_nobody() -> None:

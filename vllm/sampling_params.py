@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-_SMALLEST_TEMPERATURE = 1e-5
+SMALLEST_TEMPERATURE = 1e-5  # below it sampling is greedy
 _LARGEST_PENALTY = 1e6
 
 
@@ -68,7 +68,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature < _SMALLEST_TEMPERATURE
+        return self.temperature < SMALLEST_TEMPERATURE
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

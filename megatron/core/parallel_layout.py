@@ -124,6 +124,34 @@ class ParallelLayout:
             found.extend(self._layer_problems(num_layers))
         return found
 
+    def width_problems(
+        self,
+        dense: Mapping[str, int | None],
+        experts: Mapping[str, int | None],
+        down_projections: Mapping[str, int | None],
+        query_groups: Mapping[str, int],
+    ) -> list[str]:
+        """Return one sentence for each width of the model, by its name, that its group of ranks cannot divide.
+
+        ``dense`` widths are cut by TP, those of ``experts`` by expert TP, ``down_projections`` (latent attention's) by
+        TP with ``mla_down_proj_column_parallel``. ``query_groups`` are cut by TP or copied. None: the model has none.
+        """
+        tp, etp = self.tensor_model_parallel_size, self.expert_tensor_parallel_size
+        cut = down_projections if self.mla_down_proj_column_parallel else {}
+        by_tp, by_etp = f"tensor_model_parallel_size {tp}", f"expert_tensor_parallel_size {etp}"
+        found = [f"{name} {width} does not divide over {by_tp}" for name, width in dense.items() if (width or 0) % tp]
+        found += [f"{name} {size} does not divide over {by_etp}" for name, size in experts.items() if (size or 0) % etp]
+        found += [
+            f"{name} {width} does not divide over {by_tp}, as mla_down_proj_column_parallel needs"
+            for name, width in cut.items()
+            if (width or 0) % tp
+        ]
+        return found + [
+            f"{name} {number} neither divides over {by_tp} nor divides it"
+            for name, number in query_groups.items()
+            if number % tp and tp % number
+        ]
+
     def coords(self, rank: int) -> RankCoords:
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside the world of {self.world_size}")

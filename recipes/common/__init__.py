@@ -1,1 +1,1 @@
-"""What every recipe shares: the launcher, the tiny base model, grading of answers, finished-or-nothing files."""
+"""What every recipe shares: its form, the tiny base model, the parts of data scripts, grading of answers."""

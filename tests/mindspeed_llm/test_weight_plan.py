@@ -189,7 +189,9 @@ def test_groups_of_query_heads_follow_one_another() -> None:
     found = [(shard.hf_name.rsplit(".", 2)[1], shard.ranges[0], shard.local_ranges[0]) for shard in qkv.shards]
     assert found == [("k_proj", (0, 24), (0, 24)), ("v_proj", (0, 24), (24, 48))]  # the second half of the first group
     three = ParallelLayout(world_size=3, tensor_model_parallel_size=3)
-    assert "num_key_value_heads 2 neither divides by 3 nor divides it" in plan_problems(hf, three)
+    assert "num_key_value_heads 2 neither divides over tensor_model_parallel_size 3 nor divides it" in plan_problems(
+        hf, three
+    )
 
 
 def test_all_layout_problems_at_once() -> None:

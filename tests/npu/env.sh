@@ -7,6 +7,7 @@
 # FAKE_NPU_SOC        name (Ascend910B2)       FAKE_NPU_POISON   0: new memory is not filled with NaN
 # FAKE_NPU_CANN       version (8.3.RC1): what CANN says, and which limits its kernels have
 # FAKE_NPU_STREAMS    streams of each device (1984)
+# ASCEND_HOME_PATH    a toolkit whose version decides limits of kernels that have changed (none: the newest)
 # FAKE_NPU_CALLS_DIR  folder where every process writes the name of each op that it runs, once, in <pid>.txt, and how often
 #                     in which phase and with which types, in <pid>.phases (python -m tools.plan.op_costs)
 # shellcheck shell=bash

@@ -41,6 +41,21 @@ def test_the_groups_of_a_decode_step_run_on_the_vector_cores() -> None:
     assert run_ranks(_modes, 2, device="npu") == [[by_tp, by_dp]] * 2
 
 
+def _gathered_int64() -> list[list[int]]:
+    """What a TP group of 2 gathers of numbers that need all 64 bits."""
+    config = ParallelConfig(2, 1, True, rank=dist.get_rank(), world_size=2)
+    state = init_model_parallel(config, resolve_platform("npu").group_options)
+    numbers = torch.tensor([2**40 + dist.get_rank(), -1], device="npu")
+    found: list[list[int]] = state.tp.all_gather(numbers).tolist()
+    assert npusim.communicators()[-1].expansion_mode == VECTOR_CORES
+    state.destroy()
+    return found
+
+
+def test_a_group_of_the_vector_cores_gathers_int64() -> None:
+    assert run_ranks(_gathered_int64, 2, device="npu") == [[[2**40, -1], [2**40 + 1, -1]]] * 2
+
+
 def _free_bytes() -> int:
     free_bytes: int = torch.npu.mem_get_info()[0]
     return free_bytes

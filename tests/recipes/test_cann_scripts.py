@@ -14,7 +14,7 @@ import pytest
 
 from recipes.common.recipe import ROOT, load_recipe
 from tests.mindspeed_llm.test_weight_plan import DEEPSEEK_V3
-from tests.recipes.seed_table import check_table, table_after
+from tests.recipes.seed_table import check_table, rows_after
 from tools.launch import __main__ as launch
 from tools.launch.job import Job, resolve_config
 from tools.launch.settings import read_settings
@@ -157,7 +157,7 @@ def config_of(name: str, *overrides: str) -> PPOTrainerConfig:
     ],
 )
 def test_configs_equal_the_scripts_line_by_line(name: str, heading: str, seed: dict[str, str]) -> None:
-    check_table(table_after(PAGE, heading), seed, partial(config_of, name))
+    check_table(rows_after(PAGE, heading), seed, partial(config_of, name))
 
 
 @pytest.mark.parametrize(

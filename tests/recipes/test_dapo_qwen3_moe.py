@@ -20,7 +20,7 @@ from recipes.dapo_qwen3_moe.arithmetic import AFTER, BEFORE, published_row, writ
 from recipes.dapo_qwen3_moe.dapo_math import FORM, main
 from recipes.dapo_qwen3_moe.recipe import CORPUS
 from recipes.dapo_qwen3_moe.reward import compute_score
-from tests.recipes.seed_table import Row, check_table
+from tests.recipes.seed_table import check_table, rows_after
 from tests.recipes.test_math_answers import REAL_DATA
 from tests.verl.test_upstream_scripts import script_arguments
 from tools.launch import __main__ as launch
@@ -151,17 +151,8 @@ def upstreams_settings() -> dict[str, str]:
     return {key: value for key, _, value in pairs}
 
 
-def table_of_the_page() -> list[Row]:
-    """Its rows are key (with a star where it is without effect), upstream's value, ours and what differs."""
-    lines = [line for line in PAGE[PAGE.index("## `qwen3_30b") :].splitlines() if line.startswith("| `")]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    assert all(len(row) == 4 for row in cells), [row for row in cells if len(row) != 4]
-    keys = [row[0].replace("`", "").replace(" ", "") for row in cells]
-    return [Row(key.rstrip("*"), theirs, key, *more) for key, (_, theirs, *more) in zip(keys, cells, strict=True)]
-
-
 def test_the_full_config_equals_upstreams_script_line_by_line() -> None:
-    check_table(table_of_the_page(), upstreams_settings(), partial(config_of, SMALL))
+    check_table(rows_after(PAGE, f"## `{SMALL}`"), upstreams_settings(), partial(config_of, SMALL))
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -172,12 +163,14 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def test_nothing_else_differs_from_what_upstreams_command_resolves_to() -> None:
-    """Also of the keys that the script leaves out: those of the page's table and two more of which it speaks."""
+    """Also of the keys that the script leaves out: those that the page lists and two more of which it speaks."""
     args = read_command_line(script_arguments(SCRIPT))
     theirs = flat(asdict(resolve_config(compose_config(args.overrides, config_name=args.config_name))[0]))
     ours = flat(asdict(config_of(SMALL)))
     differing = {key for key in {*theirs, *ours} if theirs.get(key) != ours.get(key)}
-    named = {row.name for row in table_of_the_page() if row.note}
+    named = {
+        row.key.removesuffix(" *") for row in rows_after(PAGE, f"## `{SMALL}`") if row.note or row.key.endswith("*")
+    }
     experts = {f"actor_rollout_ref.{part}.megatron.expert_tensor_parallel_size" for part in ("actor", "ref")}
     experts |= {"actor_rollout_ref.rollout.expert_exchange"}
     assert differing - named == experts | {"trainer.report_dir"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -25,6 +24,7 @@ from recipes.math_lighteval.math_lighteval import DATA_SOURCE, INSTRUCTION, conv
 from recipes.math_lighteval.recipe import CORPUS
 from recipes.math_lighteval.reward import compute_score
 from tests.mindspeed_llm.test_weight_plan import DEEPSEEK_V3
+from tests.recipes.seed_table import rows_after
 from tools.launch import __main__ as launch
 from verl.trainer.config import PPOTrainerConfig, load_config, validate_config
 from verl.utils.parquet import schema_problems
@@ -188,15 +188,6 @@ def flat(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found | {key: value for name, part in inner.items() for key, value in flat(part, name).items()}
 
 
-def table_after(heading: str) -> list[tuple[str, str, str]]:
-    """Rows of the first table after ``heading``: key (with a star perhaps), upstream's value, ours."""
-    rest = PAGE[PAGE.index(heading) :]
-    lines = re.search(r"(?:^\|.*\n)+", rest, re.MULTILINE)
-    assert lines is not None
-    rows = [tuple(cell.strip() for cell in line.strip("| ").split(" | ")) for line in lines[0].splitlines()[2:]]
-    return [(row[0], row[1], row[2]) for row in rows]
-
-
 @pytest.mark.parametrize(
     ("name", "heading", "least"),
     [
@@ -206,19 +197,17 @@ def table_after(heading: str) -> list[tuple[str, str, str]]:
 )
 def test_configs_equal_upstreams_table_line_by_line(name: str, heading: str, least: int) -> None:
     resolved = asdict(config_of(name))
-    rows = table_after(heading)
+    rows = rows_after(PAGE, heading)
     assert len(rows) >= least
-    for key, upstream, ours in rows:
-        dotted = re.sub(r"[`* ]", "", key)
-        theirs = upstream.split(", ")[0] if not upstream.startswith("[") else upstream  # the rest says where it stands
-        assert yaml.safe_load(theirs) == yaml.safe_load(ours), dotted
-        if key.endswith("*"):
-            config_of(name, f"{dotted}={theirs}")  # accepted; any other value is an error
+    for row in rows:
+        dotted = row.key.removesuffix(" *")
+        if row.key.endswith("*"):
+            config_of(name, f"{dotted}={row.ours}")  # accepted; any other value is an error
             continue
         value: Any = resolved
         for part in dotted.split("."):
             value = value[part]
-        assert value == yaml.safe_load(ours), dotted
+        assert value == yaml.safe_load(row.ours), dotted
 
 
 @pytest.mark.parametrize(

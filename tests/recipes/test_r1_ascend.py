@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from recipes.common.recipe import ROOT, load_recipe
-from tests.recipes.seed_table import check_table, table_after
+from tests.recipes.seed_table import check_table, rows_after
 from verl.trainer.config import PPOTrainerConfig, load_config
 
 RECIPE = load_recipe("r1_zero")
@@ -77,4 +77,4 @@ def config_of(*overrides: str) -> PPOTrainerConfig:
 
 def test_the_config_equals_the_recipe_line_by_line() -> None:
     page = (ROOT / "docs" / "upstream" / "r1_ascend.md").read_text(encoding="utf-8")
-    check_table(table_after(page, "## `r1_ascend_671b_256die`"), R1_ASCEND, config_of)
+    check_table(rows_after(page, "## `r1_ascend_671b_256die`"), R1_ASCEND, config_of)

@@ -19,7 +19,7 @@ from recipes.r1_dynamic_sampling.prompt_data import convert, main
 from recipes.r1_dynamic_sampling.recipe import CORPUS
 from recipes.r1_dynamic_sampling.reward import compute_score
 from tests.mindspeed_llm.test_weight_plan import DEEPSEEK_V3
-from tests.recipes.seed_table import check_table, table_after
+from tests.recipes.seed_table import check_table, rows_after
 from tools.launch import __main__ as launch
 from tools.launch.settings import read_settings
 from verl.trainer.config import PPOTrainerConfig, load_config, validate_config
@@ -192,7 +192,7 @@ def test_the_tiny_corpus_solves_the_generated_problems(tmp_path: Path) -> None:
 
 
 def test_the_full_config_equals_upstreams_table_line_by_line() -> None:
-    check_table(table_after(PAGE, "## `deepseek_r1_671b_128gpu`"), SLIME, partial(config_of, "deepseek_r1_671b_128gpu"))
+    check_table(rows_after(PAGE, "## `deepseek_r1_671b_128gpu`"), SLIME, partial(config_of, "deepseek_r1_671b_128gpu"))
 
 
 def test_the_full_config_validates_and_fits_its_model() -> None:

@@ -140,7 +140,7 @@ def _read_by_itself(cls: type) -> set[str]:
 
 def _keys_read_by_code() -> set[str]:
     """Keys of the schema that the driver, a worker or an engine reads."""
-    files = [*(ROOT / "verl").glob("**/*.py"), *(ROOT / "recipes").glob("**/*.py")]
+    files = [*(ROOT / "verl").glob("**/*.py"), *(ROOT / "tools" / "launch").glob("*.py")]
     code = [file for file in files if file.name not in ONLY_CHECKS_OR_SHOWS]
     reads = {read for file in code for read in _reads(ast.parse(file.read_text(encoding="utf-8")))}
     found = set()

@@ -63,7 +63,8 @@ WITH = {
     f"{TRANSFORMER}.recompute_num_layers": (f"{TRANSFORMER}.recompute_granularity=full",),
     f"{ENGINE}.moe_tp_extend_ep": (f"{ENGINE}.tensor_model_parallel_size=2",),
     f"{ROLLOUT}.val_kwargs.do_sample": (f"{ROLLOUT}.val_kwargs.temperature=1",),
-    f"{ROLLOUT}.val_kwargs": (f"{ROLLOUT}.val_kwargs.do_sample=True",),
+    f"{ROLLOUT}.val_kwargs.temperature": (f"{ROLLOUT}.val_kwargs.do_sample=True",),
+    f"{ROLLOUT}.val_kwargs.top": (f"{ROLLOUT}.val_kwargs.do_sample=True", f"{ROLLOUT}.val_kwargs.temperature=1"),
     f"{ROLLOUT}.expert_exchange": (f"{ROLLOUT}.enable_expert_parallel=True",),
     f"{ROLLOUT}.use_sequence_parallel_moe": (f"{ROLLOUT}.expert_exchange=dispatch",),
     f"{STATE}.": (
@@ -102,7 +103,11 @@ def engines_of(config: PPOTrainerConfig) -> dict[str, Any]:
     """What the workers would build their engines with."""
     models = config.actor_rollout_ref
     actor, rollout, hf = models.actor, models.rollout, load_hf_config(models.model.path)
-    sampler: Any = SimpleNamespace(config=rollout)  # the method reads nothing else
+    engine = SimpleNamespace(
+        config=SimpleNamespace(model=SimpleNamespace(max_model_len=rollout.context_length)),
+        engine=SimpleNamespace(processor=SimpleNamespace(end_token_ids=hf.eos_token_ids)),
+    )
+    sampler: Any = SimpleNamespace(config=rollout, inference_engine=engine)  # the method reads nothing else
     metas: list[dict[str, Any]] = [{"eos_token_id": 1, "validate": validate} for validate in (False, True)]
     return {
         "layout": actor.megatron.layout(8),
@@ -118,7 +123,7 @@ def engines_of(config: PPOTrainerConfig) -> dict[str, Any]:
             actor.optim.lr_decay_style,
         ),
         "rollout": EngineArgs(**vllm_rollout_spmd._engine_arguments(rollout, models.model.path, 8)),
-        "sampling": [repr(vllm_rollout_spmd.vLLMRollout.sampling_params(sampler, meta, 0)) for meta in metas],
+        "sampling": [repr(vllm_rollout_spmd.vLLMRollout.request(sampler, "0", [2], 0, 0, meta)) for meta in metas],
     }
 
 

@@ -103,7 +103,7 @@ def rank(path: str) -> Any:
                 place = (place + 1) % 2
                 if not is_training:
                     streams[place] = SampleStream(rollouts[place])
-                    streams[place].restore(state, META)
+                    streams[place].restore(state)
         results.append(rows_of(parts))
     return results
 

@@ -20,7 +20,6 @@ from verl.trainer.ppo.sample_records import ROLLOUT, TRAINING
 from verl.utils.timeline import Span
 from verl.workers.actor import MegatronPPOActor
 from verl.workers.megatron_workers import ActorRolloutRefWorker
-from verl.workers.rollout import BaseRollout
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
 from verl.workers.row_store import worker_batch
 from vllm.model_executor.model_loader.digest import WeightDigest
@@ -157,9 +156,9 @@ class WatchedWorker(ActorRolloutRefWorker):
         self._note()
         return super()._build_ref(ops)
 
-    def new_rollout(self, rollout_class: type[BaseRollout]) -> BaseRollout:
+    def new_rollout(self) -> vLLMRollout:
         self._note()
-        return super().new_rollout(rollout_class)
+        return super().new_rollout()
 
     def _note(self) -> None:
         held: dict[str, int] = {}

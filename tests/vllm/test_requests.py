@@ -10,7 +10,6 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,12 +20,11 @@ from tests.parallel.launcher import run_ranks
 from tests.vllm.test_parity import as_inputs, make_prompts
 from tests.vllm.text_model import VOCAB_SIZE, write_text_checkpoint
 from tests.vllm.tiny import TINY, random_weights, write_checkpoint
-from verl.workers.config import RolloutConfig
-from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.outputs import Logprob
 from vllm.sampling_params import RequestOutputKind
 from vllm.utils import frozen_gc_heap
+from vllm.v1.engine.llm_engine import StepLimits
 from vllm.v1.engine.output_processor import PromptGroup
 from vllm.v1.engine.request_codec import decode, encode
 from vllm.v1.request import Request, RequestStatus
@@ -61,6 +59,12 @@ def assert_as_good(outputs: list[RequestOutput], expected: list[RequestOutput]) 
             assert a.sampled_logprobs == pytest.approx(b.sampled_logprobs, abs=1e-5)
             assert [list(entry) for entry in a.top_logprobs or []] == [list(entry) for entry in b.top_logprobs or []]
             assert len(a.policy_versions) == len(a.token_ids)
+
+
+def groups_of(llm: LLM, params: list[SamplingParams]) -> list[PromptGroup]:
+    """All prompts, still without samples."""
+    group = llm.engine.processor.group
+    return [group(f"prompt {i}", f"r{i}", prompt, params[i]) for i, prompt in enumerate(PROMPTS)]
 
 
 def assert_idle(llm: LLM) -> None:
@@ -242,32 +246,28 @@ def test_every_token_knows_the_policy_that_drew_it(checkpoint: str) -> None:
 def test_requests_withdrawn_between_runs_of_some_steps_go_on_here_and_elsewhere(checkpoint: str, llm: LLM) -> None:
     """By object in the same engine and by array in another one; in between others generate."""
     expected = llm.generate(PROMPTS, PARAMS)
-    engine, seen = llm.engine, dict[str, RequestOutput]()
-    final = [replace(params, output_kind=RequestOutputKind.FINAL_ONLY) for params in PARAMS]
-    for index, prompt in enumerate(PROMPTS[:4]):
-        engine.add_request(f"r{index}", prompt, final[index])
-    outputs = engine.run(7)
-    engine.resume(engine.withdraw())
-    for index, prompt in enumerate(PROMPTS[4:], start=4):
-        engine.add_request(f"r{index}", prompt, final[index])
-    outputs += engine.run(5)
-    groups = engine.withdraw()
+    engine, groups = llm.engine, groups_of(llm, PARAMS)
+    engine.add_requests(engine.processor.samples(groups[:4], [0] * 4))
+    engine.run(StepLimits(7))
+    engine.add_requests(engine.withdraw())
+    engine.add_requests(engine.processor.samples(groups[4:], [0] * 3))
+    engine.run(StepLimits(5))
+    withdrawn = engine.withdraw()
     assert_idle(llm)
     assert samples(llm.generate(PROMPTS[:2], PARAMS[:2])) == samples(expected[:2])
     other = LLM(checkpoint, **SIZES)
+    moved = {request.request_id: request for request in decode(encode(withdrawn))}
     for group in groups:
-        for index, request in enumerate(group.samples):
-            [group.samples[index]] = decode(encode([request]))
-    other.engine.resume(groups)
+        group.samples = [moved.get(request.request_id, request) for request in group.samples]
+    other.engine.add_requests(list(moved.values()))
     with pytest.raises(ValueError, match="belongs to an unfinished request"):
-        other.engine.resume(groups)
-    outputs += other.engine.run(1000)
+        other.engine.add_requests(list(moved.values()))
+    assert {request.request_id for request in other.engine.run(StepLimits())} == moved.keys()
     assert_idle(other)
-    assert other.engine.run(3) == []
-    for output in outputs:
-        assert output.finished and output.request_id not in seen
-        seen[output.request_id] = output
-    assert_as_good([seen[f"r{index}"] for index in range(7)], expected)
+    assert other.engine.run(StepLimits(3)) == []
+    outputs = [group.output(engine.processor.decoder(group.params)) for group in groups]
+    assert all(output.finished for output in outputs)
+    assert_as_good(outputs, expected)
 
 
 def test_samples_of_one_prompt_compute_it_once(checkpoint: str) -> None:
@@ -325,23 +325,23 @@ def test_requests_go_on_over_the_cache_that_other_weights_left(tmp_path: Path) -
     params = [replace(p, logprobs=None, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY) for p in PARAMS]
     expected = llm.generate(PROMPTS, params)
     engine, scheduler, weights = llm.engine, llm.core.scheduler, random_weights(TINY)
-    outputs: list[RequestOutput] = []
-    for index, prompt in enumerate(PROMPTS):
-        engine.add_request(f"r{index}", prompt, params[index])
+    groups = groups_of(llm, params)
+    engine.add_requests(engine.processor.samples(groups, [0] * len(groups)))
     for version in range(1, 4):
-        outputs += engine.run(6)
-        groups = engine.withdraw(keeps_cache=True)
-        held = [request for group in groups for request in group.samples if request.block_ids]
+        engine.run(StepLimits(6))
+        withdrawn = engine.withdraw(keeps_cache=True)
+        held = [request for request in withdrawn if request.block_ids]
         assert held and all(request.num_computed_tokens >= request.num_prompt_tokens for request in held)
         llm.update_weights(weights.items(), version)
         if version == 2:
-            engine.free_cache(groups)
+            engine.free_cache(withdrawn)
             assert_idle(llm)
-        engine.resume(groups)
+        engine.add_requests(withdrawn)
         assert not any(scheduler.kv.pool.find(number) for request in held for number in request.block_hashes)
-    outputs += engine.run(1000)
+    engine.run(StepLimits())
     assert_idle(llm)
-    assert_as_good(sorted(outputs, key=lambda output: output.request_id), expected)
+    outputs = [group.output(None) for group in groups]
+    assert_as_good(outputs, expected)
     assert {version for output in outputs for s in output.outputs for version in s.policy_versions} == {0, 1, 2, 3}
 
 
@@ -394,5 +394,3 @@ def test_each_output_is_built_once_and_log_probs_as_objects_only_where_asked_for
     assert built == {"output": 2}
     assert generated(logprobs=0) == plain
     assert built["output"] == 2 and built["__init__"] == sum(map(len, plain))
-    rollout = SimpleNamespace(config=RolloutConfig(prompt_length=4, response_length=24))
-    assert vLLMRollout.sampling_params(rollout, {"eos_token_id": 0}, seed=1).logprobs is None  # type: ignore[arg-type]

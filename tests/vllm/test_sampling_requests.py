@@ -103,11 +103,11 @@ def test_frequencies_through_the_engine_pass_a_chi_square_test(name: str, path: 
     how, prompt, forced = SAMPLERS[name], make_prompts(1, 12, seed=3)[0], 9
     processor = llm.engine.processor
     group = processor.group("prompt", "0", as_inputs([prompt])[0], SamplingParams(n=NUM_SAMPLES, max_tokens=2, **how))
-    processor.add_samples(group, 0)
-    for request in group.samples:
+    requests = processor.samples([group], [0])
+    for request in requests:
         request.append(forced, 0.0)
-    llm.engine.generate([group], [0])
-    tokens = torch.tensor([request.output_token_ids[1] for request in group.samples])
+    llm.engine.run_requests(requests)
+    tokens = torch.tensor([request.output_token_ids[1] for request in requests])
 
     logits_W = logits_of([*prompt, forced])[-1].clone()
     for token, bias in how.get("logit_bias", {}).items():

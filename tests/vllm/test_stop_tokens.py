@@ -43,9 +43,11 @@ def test_both_files_name_end_tokens(tmp_path: Path) -> None:
     assert ends(llm) == (free[:first], "stop")
     assert ends(llm, ignore_eos=True) == (free, "length")
 
-    rollout = SimpleNamespace(config=RolloutConfig(prompt_length=4, response_length=24))
-    params = vLLMRollout.sampling_params(rollout, {"eos_token_id": 0, "do_sample": False}, seed=1)  # type: ignore[arg-type]
-    batch = vLLMRollout.to_batch(rollout, llm.generate(PROMPT, params, use_tqdm=False), {"pad_token_id": 0})  # type: ignore[arg-type]
+    rollout: Any = SimpleNamespace(config=RolloutConfig(prompt_length=4, response_length=24), inference_engine=llm)
+    meta = {"eos_token_id": 0, "pad_token_id": 0, "do_sample": False}
+    request = vLLMRollout.request(rollout, "0", PROMPT["prompt_token_ids"], 1, 0, meta)
+    llm.engine.run_requests([request])
+    batch = vLLMRollout.to_batch(rollout, [request], meta)
     assert batch.batch["response_mask"].sum() == first and batch.batch["responses"][0, first - 1] == end
     assert batch.non_tensor_batch["finish_reason"].tolist() == ["stop"]
 

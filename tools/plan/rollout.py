@@ -131,9 +131,4 @@ def _run(worker: PlannedWorker, name: str, load: Workload, step: Step | None, nu
 
 def _request(worker: PlannedWorker, load: Workload, row: int) -> Request:
     """A request with the sampling parameters of training."""
-    rollout = worker.rollout
-    params = rollout.sampling_params({"eos_token_id": -1}, row, load.response_length)
-    processor = rollout.inference_engine.engine.processor
-    group = processor.group(f"row {row}", str(row), {"prompt_token_ids": load.prompt(row)}, params)
-    processor.add_samples(group, 0)
-    return group.samples[0]
+    return worker.rollout.request(str(row), load.prompt(row), row, load.response_length, {"eos_token_id": -1})

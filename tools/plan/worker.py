@@ -29,7 +29,6 @@ from verl.workers.actor import MegatronPPOActor
 from verl.workers.config import McoreEngineConfig
 from verl.workers.engine_setup import model_fields
 from verl.workers.megatron_workers import ActorRolloutRefWorker
-from verl.workers.rollout import BaseRollout
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
 from verl.workers.row_store import RowStore
 from vllm.model_executor.model_loader.digest import WeightDigest
@@ -178,10 +177,9 @@ class PlannedWorker(ActorRolloutRefWorker):
         self.rollout.takes_samples = True
         move_largest_only(self.sharding_manager.sync.transfer)
 
-    def new_rollout(self, rollout_class: type[BaseRollout]) -> BaseRollout:
+    def new_rollout(self) -> vLLMRollout:
         spread = rollout_spread(self.config.rollout, self.hf_config, self.rank, self.world_size, self.load)
         ops = rollout_ops(self.kind, spread, ordinary_token(self.hf_config), self.platform.planned.log)
-        assert rollout_class is vLLMRollout, rollout_class
         return PlannedRollout(self.config.rollout, self.config.model.path, rollout_ops=ops, device=self.platform)
 
     def new_row_store(self) -> RowStore:

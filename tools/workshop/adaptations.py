@@ -1,4 +1,4 @@
-"""Lists every place where shared code bends for the hardware, and keeps third_party/ADAPTATIONS.md equal to them."""
+"""Lists the blocks of code that are there for the hardware alone; third_party/ADAPTATIONS.md is this list."""
 
 from __future__ import annotations
 
@@ -64,11 +64,16 @@ def render(found: Iterable[Adaptation], proving_tests: dict[str, str]) -> str:
         [
             "# Adaptations",
             "",
-            f"Every place where shared code bends for the hardware. Written by `python -m {COMMAND}` from the",
-            f"`{WORD}` marks in the sources; CI checks that it is up to date. Do not edit.",
+            f"The blocks of code that are there for the hardware alone. `python -m {COMMAND}` writes this page",
+            f"from the `{WORD}` marks in the sources, and CI checks that it is up to date. Do not edit it.",
             "",
-            "The test in the last column passes, and fails when the marked block is deleted:",
-            f"`python -m {COMMAND} --prove [ID ...]` shows it on a copy of the tree.",
+            "A marked block is an addition to the plain way, or an override of it. The test in the last column passes,",
+            f"and fails when the block is deleted: `python -m {COMMAND} --prove [ID ...]` shows it on a copy of",
+            "the tree. That proves what the block does on a CPU or a simulated NPU, not that hardware still needs it.",
+            "",
+            "Some forms are shared by every device because one needs them. No plainer way would be left without them,",
+            "so they carry no mark, only a comment. Sampling noise is made without an integer shift and 64-bit numbers",
+            "are summed as 32-bit ones, for the vector cores; experts are exchanged in a group of their own, for MC2.",
             "",
             "| id | file | what the hardware needs | drop when | proved by |",
             "|---|---|---|---|---|",

@@ -35,7 +35,7 @@ from verl.workers.config import McoreEngineConfig
 from verl.workers.engine_setup import ddp_config, model_fields, optimizer_config, trained_model
 from verl.workers.phase_memory import PhaseMemory, resident_bytes
 from verl.workers.phases import make_watchdog, training_phase, worker_phase
-from verl.workers.rollout import BaseRollout, get_rollout_class
+from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
 from verl.workers.row_store import RowStore, controller_batch
 from verl.workers.sharding_manager.megatron_vllm import MegatronVLLMShardingManager
 from verl.workers.sharding_manager.transfer_plan import build_plan
@@ -319,7 +319,7 @@ class ActorRolloutRefWorker(Worker, DistProfilerExtension):
         config = self.config.rollout
         replica, index = divmod(self.rank, config.tensor_model_parallel_size)
         self._register_dispatch_collect_info(_ROLLOUT, replica, index == 0)
-        self.rollout = self.new_rollout(get_rollout_class(config.name, config.mode))
+        self.rollout = self.new_rollout()
         self.row_store = self.new_row_store()
         sync = WeightSync(
             self.hf_config,
@@ -341,9 +341,9 @@ class ActorRolloutRefWorker(Worker, DistProfilerExtension):
             None if self.device_type == "cpu" else resolve_platform(self.device_type),
         )
 
-    def new_rollout(self, rollout_class: type[BaseRollout]) -> BaseRollout:
+    def new_rollout(self) -> vLLMRollout:
         """The rollout engine, still without weights."""
-        return rollout_class(
+        return vLLMRollout(
             self.config.rollout, self.config.model.path, rollout_ops=self.rollout_ops_provider, device=self.device
         )
 

@@ -85,7 +85,6 @@ class GroupRolloutWorker(ActorRolloutRefWorker):
 
     def _build_rollout(self) -> None:
         super()._build_rollout()
-        assert isinstance(self.rollout, vLLMRollout)
         self.stream = SampleStream(self.rollout)
 
 
@@ -182,9 +181,9 @@ class RolloutWorker(Worker, DistProfilerExtension):
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     @worker_phase
-    def restore_samples(self, unfinished: list[Request], rows: DataProto, meta_info: dict[str, int]) -> DataProto:
+    def restore_samples(self, unfinished: list[Request], rows: DataProto) -> DataProto:
         """Takes over unfinished samples, stores finished ``rows`` and returns the references to these."""
-        self.stream.restore(unfinished, meta_info)
+        self.stream.restore(unfinished)
         if not len(rows):
             return DataProto()
         return self.row_store.store_generated(rows, self.replica_size, keeps_earlier=True)

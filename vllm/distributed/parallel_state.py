@@ -43,8 +43,12 @@ class GroupCoordinator:
         """[G, *x.shape] of the group's tensors, which all have the same shape."""
         if self.group is None:
             return x[None]
-        # int64 travels as words: collectives on Ascend's vector cores do not take it.
-        sent_as = torch.int32 if x.dtype == torch.int64 else x.dtype
+        sent_as = x.dtype
+        # NPU-ADAPTATION(int64-as-words): collectives on the vector cores take no 64-bit types, so int64 travels as two
+        # words of 32 bits; drop when HCCL gathers int64 there.
+        if x.dtype == torch.int64:
+            sent_as = torch.int32
+        # NPU-ADAPTATION END
         with torch.inference_mode(False):  # gloo of torch 2.5 writes from a thread that is in no inference mode
             gathered = x.new_empty(self.world_size, *x.shape)
             received = gathered.view(-1).view(sent_as)

@@ -30,10 +30,10 @@ from vllm.outputs import RequestOutput
 from vllm.platforms import Platform, resolve_platform
 from vllm.sampling_params import SamplingParams
 from vllm.transformers_utils.tokenizer import LazyTokenizer
-from vllm.utils import frozen_gc_heap
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.engine.llm_engine import LLMEngine
-from vllm.v1.engine.output_processor import PromptGroup
+from vllm.v1.engine.llm_engine import LLMEngine, StepLimits
+from vllm.v1.engine.output_processor import PromptGroup, prompt_of
+from vllm.v1.request import Request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -148,10 +148,29 @@ class LLM:
             self._group(f"prompt {index}", *settings)
             for index, settings in enumerate(zip(prompt_list, param_list, priorities, strict=True))
         ]
-        with frozen_gc_heap(), _progress(use_tqdm, count) as bar:
-            counted = on_output if bar is None else _counting(bar, on_output)
-            self.engine.generate(groups, priorities, max_steps, max_seconds, counted)
-        return [group.output(self.engine.processor.decoder(group.params)) for group in groups]
+        self.engine.require_idle()
+        requests, limits = self.engine.processor.samples(groups, priorities), StepLimits(max_steps, max_seconds)
+        by_id = {group.request_id: group for group in groups}
+        outputs: dict[str, RequestOutput] = {}
+
+        def build(group: PromptGroup) -> None:
+            output = outputs[group.request_id] = group.output(self.engine.processor.decoder(group.params))
+            if output.finished and bar is not None:
+                bar.update(1)
+            if output.finished and on_output is not None:
+                on_output(output)
+
+        def on_finished(request: Request) -> None:
+            group = by_id.get(prompt_of(request.request_id))  # None: of another replica
+            if group is not None and group.is_finished and group.request_id not in outputs:
+                build(group)
+
+        with _progress(use_tqdm, count) as bar:
+            self.engine.run_requests(requests, limits, on_finished)
+            for group in groups:
+                if group.request_id not in outputs:  # it was cut, or has finished on another replica
+                    build(group)
+        return [outputs[group.request_id] for group in groups]
 
     def chat(
         self,
@@ -373,15 +392,6 @@ def _progress(use_tqdm: bool | Callable[..., Any], total: int) -> Iterator[Any]:
         yield bar
     finally:
         bar.close()
-
-
-def _counting(bar: Any, on_output: Callable[[RequestOutput], None] | None) -> Callable[[RequestOutput], None]:
-    def count(output: RequestOutput) -> None:
-        bar.update(1)
-        if on_output is not None:
-            on_output(output)
-
-    return count
 
 
 def _known_tags(action: str, tags: Sequence[str] | None) -> list[str]:

@@ -74,6 +74,11 @@ class Request:
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
+    def longest(self) -> int:
+        """The tokens of prompt and output that it may come to."""
+        return self.num_prompt_tokens + self.max_tokens
+
+    @property
     def needs_prompt_logprobs(self) -> bool:
         """Whether prompt log-probs are missing, so that the prompt must not come from the prefix cache."""
         return self.num_prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens - 1

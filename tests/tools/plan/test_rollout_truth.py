@@ -27,8 +27,9 @@ from verl.protocol import DataProto
 from verl.trainer.config import PPOTrainerConfig, load_config, validate_config
 from verl.trainer.config.override_text import override
 from verl.workers.megatron_workers import ActorRolloutRefWorker
-from vllm import RequestOutput
 from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.engine.llm_engine import StepLimits
+from vllm.v1.request import Request
 
 ENGINE, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
 NUM_SAMPLES, RESPONSE_LENGTH = 2, 6
@@ -179,18 +180,17 @@ def measured(worker: ActorRolloutRefWorker, rows: DataProto, log: CollectiveLog,
     llm = worker.rollout.inference_engine
     llm.core.scheduler.kv.reset_prefix_cache()
     for row, ids in enumerate(rows.non_tensor_batch["raw_prompt_ids"]):
-        params = worker.rollout.sampling_params(rows.meta_info, row)
-        llm.engine.add_request(str(row), {"prompt_token_ids": ids}, params)
+        llm.engine.add_requests([worker.rollout.request(str(row), ids, row, 0, rows.meta_info)])
     time.sleep(0.1)
-    before, steps, results = meter.now_bytes, [], list[RequestOutput]()
+    before, steps, results = meter.now_bytes, [], list[Request]()
     block_size = llm.config.cache.block_size
     while llm.engine.has_unfinished_requests():
         meter.peak_bytes = before
-        routing = (output.outputs[0].routed_experts for output in results)
+        routing = (request.routed_experts for request in results)
         blocks = ((-(-len(choices) // block_size), choices[0].nbytes) for choices in routing if choices is not None)
         result_bytes = sum(num_blocks * block_size * bytes_per_token for num_blocks, bytes_per_token in blocks)
         with log.apart() as calls:
-            results += llm.engine.step()
+            results += llm.engine.run(StepLimits(max_steps=1))
         steps.append(Step(tuple(calls), meter.peak_bytes - before, result_bytes))
     return steps
 

@@ -78,25 +78,18 @@ class WorkerGroup:
     def start(self, method: str, /, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> PendingCall:
         """Starts a call like ``call`` and does not wait for it, so that another group can be called."""
         registration: Registration = self._methods[method]
-        ranks, per_rank, num_rows = self._dispatched(registration, args, kwargs)
-        keep = [True] if registration.is_rank_zero else registration.fns.kept(self)
-        timeout_s = self.timeout_s if timeout_s is None else timeout_s
-        pending = self.run(method, per_rank, ranks=ranks, keep=keep, timeout_s=timeout_s)
-        if registration.is_rank_zero:
-            pending.finish = lambda outputs: outputs[0]
-        else:
-            pending.finish = partial(_collect, registration, self, num_rows)
-        return pending
-
-    def _dispatched(
-        self, registration: Registration, args: tuple, kwargs: dict[str, Any]
-    ) -> tuple[list[int], list[tuple[tuple, dict[str, Any]]], int | None]:
-        """(the ranks that run a call, the arguments of each, the rows of its batch before padding)."""
         args = tuple(_complete(value) for value in args)
         kwargs = {name: _complete(value) for name, value in kwargs.items()}
         per_rank = registration.fns.dispatch(self, *args, **kwargs)
         ranks = [0] if registration.is_rank_zero else list(range(self.world_size))
-        return ranks, [per_rank[rank] for rank in ranks], _rows_before_padding(args, kwargs)
+        keep = [True] if registration.is_rank_zero else registration.fns.kept(self)
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        pending = self.run(method, [per_rank[rank] for rank in ranks], ranks=ranks, keep=keep, timeout_s=timeout_s)
+        if registration.is_rank_zero:
+            pending.finish = lambda outputs: outputs[0]
+        else:
+            pending.finish = partial(_collect, registration, self, _rows_before_padding(args, kwargs))
+        return pending
 
     def mesh(self, mesh_name: str) -> Mesh:
         """The table of ``mesh_name``, which the workers are asked for once."""

@@ -7,7 +7,7 @@ from types import TracebackType
 
 from megatron.core.distributed import DistributedDataParallel
 from verl.utils.timeline import Timeline, now_s
-from verl.workers.rollout.base import BaseRollout
+from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
 from verl.workers.sharding_manager.weight_sync import WeightSync
 from vllm.platforms import Platform
 
@@ -31,7 +31,7 @@ class MegatronVLLMShardingManager:
     """
 
     actor_module: DistributedDataParallel
-    rollout: BaseRollout
+    rollout: vLLMRollout
     sync: WeightSync
     offload_param: bool
     timeline: Timeline
@@ -54,8 +54,8 @@ class MegatronVLLMShardingManager:
             with self.timeline.span("offload"):
                 self.actor_module.offload_params()
                 self._empty_cache()
-        # NPU-ADAPTATION(kv-cache-last): on a 64 GB die the KV cache fits only after the training weights have left;
-        # drop when rollout and training run on separate dies.
+        # NPU-ADAPTATION(kv-cache-last): on a die of 64 GB that trains and generates in turns, the KV cache fits only
+        # after the training weights have left; drop when a die holds both at once.
         with self.timeline.span("wake_kv_cache"):
             self.rollout.resume(tags=["kv_cache"])
         # NPU-ADAPTATION END

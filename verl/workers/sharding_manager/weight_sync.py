@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_formats.config import HFModelConfig
 from hf_formats.ranges import Ranges, shape_of
 from megatron.core.parallel_layout import ParallelLayout
-from verl.workers.rollout.base import BaseRollout
+from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
 from verl.workers.sharding_manager.trained_weights import TrainedWeights
 from verl.workers.sharding_manager.transfer_plan import TransferPlan, build_plan
 from verl.workers.sharding_manager.weight_transfer import WeightTransfer
@@ -67,7 +67,7 @@ class WeightSync:
         self._has_run = False
 
     @torch.no_grad()
-    def run(self, params: Mapping[str, Tensor], rollout: BaseRollout | None, version: int) -> None:
+    def run(self, params: Mapping[str, Tensor], rollout: vLLMRollout | None, version: int) -> None:
         """Collective over the group. RuntimeError on every rank, naming the tensors, when an engine has other bits.
 
         The digest of a shard is taken while it is written; after the first run all shards are read once more, so that

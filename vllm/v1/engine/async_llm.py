@@ -33,33 +33,36 @@ class RequestCutError(RuntimeError):
 
 
 class RequestOutputCollector:
-    """The pending outputs of one caller's requests. It is used on the event loop only.
+    """One caller's requests "`name`-0", "-1" ... and their pending outputs. It is used on the event loop only.
 
     Iterating gives lists of outputs, all since the last one, until every request is finished; it raises what ended one
     of them early.
     """
 
-    def __init__(self, name: str, request_ids: Sequence[str], num_samples: int) -> None:
-        self.name, self.request_ids, self.num_samples = name, tuple(request_ids), num_samples
+    def __init__(self, name: str, prompts: Sequence[PromptType], params: SamplingParams, priority: int) -> None:
+        self.name, self.prompts, self.params, self.priority = name, prompts, params, priority
+        self.request_ids = tuple(f"{name}-{index}" for index in range(len(prompts)))
         self.created_s = time.monotonic()
         self.is_admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._to_finish = len(request_ids)
-        self._outputs: list[RequestOutput] = []
-        self._error: Exception | None = None
-        self._changed = asyncio.Event()
+        self._num_left = len(prompts)
+        self._arrived: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> list[RequestOutput]:
-        if not (self._to_finish or self._outputs):
+        if not self._num_left:
             raise StopAsyncIteration
-        await self._changed.wait()
-        outputs, self._outputs = self._outputs, []
-        if self._error is None:
-            self._changed.clear()
-        elif not outputs:
-            raise self._error
+        outputs: list[RequestOutput] = []
+        while not (outputs and self._arrived.empty()):
+            arrived = await self._arrived.get()
+            if isinstance(arrived, Exception):
+                self._arrived.put_nowait(arrived)  # for the next time
+                if outputs:
+                    break
+                raise arrived
+            outputs.append(arrived)
+            self._num_left -= arrived.finished
         return outputs
 
     def admit(self) -> None:
@@ -67,23 +70,12 @@ class RequestOutputCollector:
             self.is_admitted.set_result(None)
 
     def put(self, output: RequestOutput) -> None:
-        self._outputs.append(output)
-        self._to_finish -= output.finished
-        self._changed.set()
+        self._arrived.put_nowait(output)
 
     def fail(self, error: Exception) -> None:
         if not self.is_admitted.done():
             self.is_admitted.set_exception(error)
-        self._error = error
-        self._changed.set()
-
-
-@dataclass(frozen=True)
-class _Addition:
-    collector: RequestOutputCollector
-    prompts: Sequence[PromptType]
-    params: SamplingParams
-    priority: int
+        self._arrived.put_nowait(error)
 
 
 @dataclass
@@ -91,7 +83,7 @@ class _Inbox:
     """The requests of the event loop and of a pausing caller to the thread; guarded by `changed`."""
 
     changed: threading.Condition = field(default_factory=threading.Condition)
-    to_add: list[_Addition] = field(default_factory=list)
+    to_add: list[RequestOutputCollector] = field(default_factory=list)
     to_abort: list[str] = field(default_factory=list)
     is_pausing: bool = False
     is_cutting: bool = False  # a pause waits no longer
@@ -121,7 +113,7 @@ class AsyncLLM:
 
     @property
     def num_unfinished_samples(self) -> int:
-        return sum(collector.num_samples for collector in self._collectors.values())
+        return sum(collector.params.n for collector in self._collectors.values())
 
     def start(self) -> None:
         """Start the thread; called on the event loop that will await the outputs."""
@@ -155,11 +147,10 @@ class AsyncLLM:
                 f"{self.num_unfinished_samples} samples are unfinished and {wanted} more would exceed the limit of "
                 f"{self.max_queue_size}; try again later"
             )
-        ids = [f"{request_id}-{index}" for index in range(len(prompts))]
-        collector = RequestOutputCollector(request_id, ids, params.n)
-        self._collectors |= dict.fromkeys(ids, collector)
+        collector = RequestOutputCollector(request_id, prompts, params, priority)
+        self._collectors |= dict.fromkeys(collector.request_ids, collector)
         with self._inbox.changed:
-            self._inbox.to_add.append(_Addition(collector, prompts, params, priority))
+            self._inbox.to_add.append(collector)
             self._inbox.changed.notify_all()
         try:
             await collector.is_admitted
@@ -173,7 +164,7 @@ class AsyncLLM:
         self.num_aborted += len(unfinished)
         if unfinished:
             with self._inbox.changed:
-                self._inbox.to_add = [one for one in self._inbox.to_add if one.collector is not collector]
+                self._inbox.to_add = [one for one in self._inbox.to_add if one is not collector]
                 self._inbox.to_abort += unfinished
                 self._inbox.changed.notify_all()
 
@@ -254,26 +245,26 @@ class AsyncLLM:
                     inbox.changed.notify_all()
                 inbox.changed.wait()
             to_abort, inbox.to_abort = running.intersection(inbox.to_abort), []
-            additions: list[_Addition] = []
+            new: list[RequestOutputCollector] = []
             if inbox.is_cutting:
                 to_abort = set(running)
                 self._on_loop(self._fail, to_abort, RequestCutError("the engine was taken for something else"))
             elif not inbox.is_pausing:
-                additions, inbox.to_add = inbox.to_add, []
+                new, inbox.to_add = inbox.to_add, []
         if to_abort:
             engine.abort_request(list(to_abort))
             running -= to_abort
-        for addition in additions:
-            names = addition.collector.request_ids
+        for collector in new:
+            names = collector.request_ids
             try:
-                for name, prompt in zip(names, addition.prompts, strict=True):
-                    engine.add_request(name, prompt, addition.params, priority=addition.priority)
+                for name, prompt in zip(names, collector.prompts, strict=True):
+                    engine.add_request(name, prompt, collector.params, priority=collector.priority)
             except Exception as error:  # these requests' alone, whatever it is: the others go on
                 engine.abort_request(names)
                 self._on_loop(self._fail, names, error)
             else:
                 running.update(names)
-                self._on_loop(addition.collector.admit)
+                self._on_loop(collector.admit)
 
     def _on_loop(self, call: Callable[..., None], *args: object) -> None:
         assert self._loop is not None

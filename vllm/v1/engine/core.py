@@ -135,11 +135,7 @@ class EngineCore:
 
     @staticmethod
     def _record_top(step: SchedulerOutput, top: list[TopLogprobs], problems: Mapping[str, str]) -> None:
-        entries = iter(top)
-        for request, num_new in zip(step.requests, step.num_tokens, strict=True):
-            if request.num_computed_tokens + num_new == len(request.token_ids):
-                rank, ids, logprobs = next(entries)
-                count = request.num_top_logprobs
-                # Else it has no token in this step, or these are its neighbours', which may end before it.
-                if count and request.request_id not in problems:
-                    request.output_top.append((rank, ids[:count], logprobs[:count]))
+        for request, (rank, ids, logprobs) in zip(step.sampled, top, strict=True):
+            count = request.num_top_logprobs  # 0: they are its neighbours', which may end before it
+            if count and request.request_id not in problems:
+                request.output_top.append((rank, ids[:count], logprobs[:count]))

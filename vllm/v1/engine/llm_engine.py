@@ -1,26 +1,47 @@
-"""The requests of one process: prompts in, outputs out, one step at a time or until all are done."""
+"""The requests of one process: all of them to their end, or some steps of those that come one by one."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 from vllm.config import ModelConfig, VllmConfig
 from vllm.inputs import PromptType
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.transformers_utils.tokenizer import LazyTokenizer
+from vllm.utils import frozen_gc_heap
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.engine.executor import ModelExecutor, model_executor
-from vllm.v1.engine.output_processor import OutputStream, PromptGroup
+from vllm.v1.engine.output_processor import OutputStream, prompt_of
 from vllm.v1.engine.processor import Processor
 from vllm.v1.engine.rebalancer import Rebalancer
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
+
+
+class StepLimits:
+    """Where a run is cut: after so many steps or seconds from now, whichever comes first; None: not at all."""
+
+    def __init__(self, max_steps: int | None = None, max_seconds: float | None = None) -> None:
+        for name, limit in (("max_steps", max_steps), ("max_seconds", max_seconds)):
+            if limit is not None and not limit > 0:
+                raise ValueError(f"{name}={limit} must be positive, or None to run every sample to its end")
+        self.has_steps, self.has_seconds = max_steps is not None, max_seconds is not None
+        self._steps_left = math.inf if max_steps is None else max_steps
+        self._end_s = math.inf if max_seconds is None else time.monotonic() + max_seconds
+
+    def count_step(self) -> None:
+        self._steps_left -= 1
+
+    def are_reached(self) -> bool:
+        return self._steps_left <= 0 or time.monotonic() >= self._end_s
 
 
 class LLMEngine:
-    """Runs requests: call `step` for requests that come one by one, or `generate` for all at once; never both at a
-    time.
+    """Runs requests: `run_requests` takes all at once, `add_requests` and `run` those that come one by one; never both
+    at a time. `add_request`, `step` and `abort_request` are for prompts whose outputs are shown while they grow.
 
     The TP ranks of a replica, and replicas that share experts, make the same calls in the same order.
     """
@@ -38,9 +59,8 @@ class LLMEngine:
             lambda: core.worker.kv_caches,
             self.processor.watch_stop_strings,
         )
-        self._streams: dict[str, OutputStream] = {}  # of unfinished requests
-        self._stream_of: dict[str, OutputStream] = {}  # by the id of an unfinished sample
-        self._is_anyone_busy = False
+        self._streams: dict[str, OutputStream] = {}  # of unfinished prompts of `add_request`, by request id
+        self._is_anyone_busy = False  # here or in a replica that steps or balances with this one, as of the last step
 
     @property
     def model_config(self) -> ModelConfig:
@@ -48,32 +68,98 @@ class LLMEngine:
         return self.config.model
 
     @property
-    def model_executor(self) -> ModelExecutor:
-        """Under vLLM's name: clients load weights through it."""
-        return model_executor(self.core)
+    def model_executor(self) -> SimpleNamespace:
+        """Under vLLM's name: ``driver_worker.model_runner.model.load_weights`` of it is `LLM.load_weights`."""
+        model = SimpleNamespace(load_weights=lambda pairs: self.core.idle_worker("load_weights").load_weights(pairs))
+        return SimpleNamespace(driver_worker=SimpleNamespace(model_runner=SimpleNamespace(model=model)))
+
+    def run_requests(
+        self,
+        requests: Sequence[Request],
+        limits: StepLimits | None = None,
+        on_finished: Callable[[Request], None] | None = None,
+    ) -> None:
+        """Run requests to their end, or to the end of the first step that reaches a limit; they then hold the results.
+
+        `on_finished` is called with each request that finishes in this process, at once; with rebalancing some are
+        copies of other replicas' requests. RuntimeError while others run or the engine sleeps.
+        """
+        self.require_idle()
+        self._queue(requests)
+        with frozen_gc_heap(), self._all_or_nothing():
+            self.run(limits or StepLimits(), on_finished)
+            self.core.scheduler.withdraw_all()
+            self.rebalancer.bring_home()
+
+    def add_requests(self, requests: Sequence[Request]) -> None:
+        """Queue new requests, or those of `withdraw`, behind the others of their priority, for `run`.
+
+        ValueError, before any is queued, lists those that cannot be run; RuntimeError while the engine sleeps.
+        """
+        if self.rebalancer.interval:
+            raise ValueError("add_requests: only requests of run_requests may move; set rebalance_interval=0")
+        self._queue(requests)
+
+    def run(self, limits: StepLimits, on_finished: Callable[[Request], None] | None = None) -> list[Request]:
+        """Step until no request is left, here and in all replicas that step or balance with this one, or to a limit;
+        return the requests that have finished.
+
+        These replicas all call it, with or without requests, with the same limits. A step that fails drops all
+        requests.
+        """
+        finished: list[Request] = []
+        self._is_anyone_busy = True  # the first step tells whether other replicas have work
+        with self._all_or_nothing():
+            while self._is_anyone_busy:
+                finished += self._step(on_finished)
+                limits.count_step()
+                # Between two rounds replicas make different numbers of steps: they can be cut together at a round only.
+                if self._is_anyone_busy and self.rebalancer.is_at_round and self._are_reached(limits):
+                    break
+        return finished
+
+    def withdraw(self, keeps_cache: bool = False) -> list[Request]:
+        """Take all unfinished requests out, the most urgent first, for new weights or another engine; `add_requests`
+        continues them.
+
+        Their blocks are freed and will be computed again. With `keeps_cache` requests whose prompts are computed keep
+        their blocks until `free_cache` and continue in this engine, whatever weights it has by then.
+        """
+        requests = self.core.scheduler.unfinished
+        self.core.scheduler.withdraw_all(keeps_cache)
+        self._streams.clear()
+        return requests
+
+    def free_cache(self, requests: Sequence[Request]) -> None:
+        """Free the blocks of requests that `withdraw` returned."""
+        for request in requests:
+            self.core.scheduler.kv.free(request)
+
+    def require_idle(self) -> None:
+        """RuntimeError while requests run, or the engine sleeps."""
+        if self.core.scheduler.has_unfinished:
+            count = len(self.core.scheduler.unfinished)
+            raise RuntimeError(f"generate while {count} requests of add_request run: step until they end")
+        self.core.require_ready()
 
     def add_request(self, request_id: str, prompt: PromptType, params: SamplingParams, *, priority: int = 0) -> None:
         """Queue the n samples of a prompt; waiting requests with a lower `priority` run first.
 
         ValueError for a prompt that cannot be run or an id that is in use, RuntimeError while the engine sleeps.
         """
-        if self.rebalancer.interval:
-            raise ValueError(
-                "add_request: requests move between replicas in LLM.generate alone; set rebalance_interval=0"
-            )
+        self.core.require_ready()
         if request_id in self._streams:
             raise ValueError(f"request id {request_id!r} belongs to an unfinished request, expected a new one")
         group = self.processor.group("the prompt", request_id, prompt, params)
-        self._add([group], [priority], params.output_kind)
+        self.add_requests(self.processor.samples([group], [priority]))
+        self._streams[request_id] = OutputStream(group, params.output_kind, self.processor.decoder(params))
 
     def abort_request(self, request_ids: Iterable[str]) -> None:
-        """Drop requests between two steps; they have no further output. Ids of finished requests are ignored."""
+        """Drop prompts between two steps; they have no further output. Ids of finished ones are ignored."""
         for request_id in request_ids:
             stream = self._streams.pop(request_id, None)
-            if stream is None:
-                continue
-            for request in stream.group.samples:
-                if self._stream_of.pop(request.request_id, None) is not None:
+            if stream is not None:
+                for request in stream.group.unfinished:
                     self.core.scheduler.abort(request)
 
     def step(self, ends_failed_requests: bool = False) -> list[RequestOutput]:
@@ -83,178 +169,75 @@ class LLMEngine:
         A step that fails drops all requests. NonFiniteLogitsError when the model computes NaN or infinity, unless
         `ends_failed_requests`: then the requests that get such logits end with finish_reason "error".
         """
-        try:
-            finished, self._is_anyone_busy = self.core.step()
-            if not ends_failed_requests:
-                self.core.require_finite()
-        except BaseException:
-            self._drop_all()
-            raise
-        return self._outputs_of(finished)
-
-    def run(self, max_steps: int) -> list[RequestOutput]:
-        """Run up to `max_steps` steps and return their outputs; stops when no replica that steps with this one has work
-        left.
-
-        Replicas that share experts all call it, with or without requests, with the same number.
-        """
-        outputs: list[RequestOutput] = []
-        self._is_anyone_busy = True  # the first step tells whether other replicas have work
-        for _ in range(max_steps):
-            if not self.has_unfinished_requests():
-                break
-            outputs += self.step()
-        return outputs
-
-    def withdraw(self, keeps_cache: bool = False) -> list[PromptGroup]:
-        """Take all unfinished requests out, for new weights or another engine; `resume` continues them.
-
-        Their blocks are freed and will be computed again. With `keeps_cache` requests whose prompts are computed keep
-        their blocks until `free_cache` and continue in this engine, whatever weights it has by then.
-        """
-        self.core.scheduler.withdraw_all(keeps_cache)
-        groups = [stream.group for stream in self._streams.values()]
-        self._forget_streams()
-        return groups
-
-    def free_cache(self, groups: Sequence[PromptGroup]) -> None:
-        """Free the blocks of requests that `withdraw` returned."""
-        for group in groups:
-            for request in group.samples:
-                self.core.scheduler.kv.free(request)
-
-    def resume(self, groups: Sequence[PromptGroup]) -> None:
-        """Queue what `withdraw` returned, in this order, with its priorities; ValueError as in `add_request`."""
-        for group in groups:
-            if group.request_id in self._streams:
-                raise ValueError(f"request id {group.request_id!r} belongs to an unfinished request")
-        self._add(groups, [0] * len(groups), RequestOutputKind.FINAL_ONLY)  # existing samples keep their priorities
+        ended = []
+        with self._all_or_nothing():
+            finished = self._step(ends_failed_requests=ends_failed_requests)
+        for request in finished:
+            stream = self._streams.get(prompt_of(request.request_id))
+            if stream is not None and stream.group.is_finished:
+                ended.append(self._streams.pop(stream.group.request_id))
+        growing = [stream for stream in self._streams.values() if stream.kind is not RequestOutputKind.FINAL_ONLY]
+        return [output for stream in (*ended, *growing) if (output := stream.next()) is not None]
 
     def has_unfinished_requests(self) -> bool:
         """Whether a step has something to do: here or, when replicas share experts, as of the last step elsewhere."""
-        return bool(self._streams) or (self.config.parallel.steps_in_lockstep and self._is_anyone_busy)
+        is_busy_elsewhere = self.config.parallel.steps_in_lockstep and self._is_anyone_busy
+        return self.core.scheduler.has_unfinished or is_busy_elsewhere
 
     def get_num_unfinished_requests(self) -> int:
         """Prompts with samples that have not ended."""
         return len(self._streams)
 
-    def generate(
-        self,
-        groups: Sequence[PromptGroup],
-        priorities: Sequence[int],
-        max_steps: int | None = None,
-        max_seconds: float | None = None,
-        on_output: Callable[[RequestOutput], None] | None = None,
-    ) -> None:
-        """Run every group's samples to their end, or to the end of the first step that reaches a limit; `groups` then
-        hold the results.
+    def _queue(self, requests: Sequence[Request]) -> None:
+        """Queue all requests or, on a ValueError that lists every problem, none."""
+        self.core.require_ready()
+        scheduler = self.core.scheduler
+        known = {request.request_id for request in scheduler.unfinished}
+        problems = [
+            f"request id {request.request_id!r} belongs to an unfinished request"
+            for request in requests
+            if request.request_id in known
+        ]
+        problems += [problem for request in requests for problem in self.processor.problems(request)]
+        if problems:
+            raise ValueError("requests cannot be run:\n" + "\n".join(f"  - {problem}" for problem in problems))
+        for request in requests:
+            self.processor.watch_stop_strings(request)
+            scheduler.add_request(request)
 
-        A group without samples gets new ones. ValueError, before anything runs, lists every bad prompt. `on_output` is
-        called with each prompt as soon as its samples have finished; for a prompt that finished on another replica, at
-        the end.
-        """
-        for name, limit in (("max_steps", max_steps), ("max_seconds", max_seconds)):
-            if limit is not None and not limit > 0:
-                raise ValueError(f"{name}={limit} must be positive, or None to run every sample to its end")
-        if self._streams:
-            raise RuntimeError(f"generate while {len(self._streams)} requests of add_request run: step until they end")
-        self._add(groups, priorities, RequestOutputKind.FINAL_ONLY)
-        try:
-            self._run(max_steps, max_seconds, on_output)
-            self.core.scheduler.withdraw_all()
-            self.rebalancer.bring_home()
-        except BaseException:
-            self._drop_all()
-            raise
-        for stream in self._streams.values():
-            if on_output is not None and stream.group.is_finished:
-                on_output(stream.group.output(stream.decode))
-        self._forget_streams()
-
-    def _run(
-        self, max_steps: int | None, max_seconds: float | None, on_output: Callable[[RequestOutput], None] | None
-    ) -> None:
-        """Step until no request is left, here and in all replicas that step or rebalance with this one, or to the
-        limits.
+    def _step(
+        self, on_finished: Callable[[Request], None] | None = None, ends_failed_requests: bool = False
+    ) -> list[Request]:
+        """Run one step and, where it is due, a round of the rebalancer; return the requests that have finished.
 
         In lock-step a replica runs its own requests, then empty steps; all replicas leave at the first exchange in
         which none has work. Otherwise a replica that rebalances and has no work waits for the others' next round.
         """
-        core, scheduler, parallel = self.core, self.core.scheduler, self.config.parallel
-        interval, num_steps, is_anyone_busy = self.rebalancer.interval, 0, True
-        total_steps, started = 0, time.monotonic()
-        finished: list[Request] = []
-        while is_anyone_busy:
-            if parallel.steps_in_lockstep:
-                finished, is_anyone_busy = core.step()
-            elif scheduler.has_unfinished:
-                finished, _ = core.step()
-                is_anyone_busy = scheduler.has_unfinished
-            else:
-                finished, is_anyone_busy = [], False
-            core.require_finite()
-            for stream in self._ended_streams(finished):
-                if on_output is not None:  # else the caller builds every output at its end
-                    on_output(stream.group.output(stream.decode))
-            num_steps, total_steps, is_round = num_steps + 1, total_steps + 1, not interval
-            # A step takes as long as the fullest replica's, to whose batch size the graphs and the expert exchange are
-            # padded.
-            if interval and (num_steps >= interval or not (is_anyone_busy or parallel.steps_in_lockstep)):
-                is_anyone_busy, num_steps, is_round = self.rebalancer.balance(), 0, True
-            if is_round and is_anyone_busy and not (max_steps is None and max_seconds is None):
-                is_due = max_steps is not None and total_steps >= max_steps
-                is_due |= max_seconds is not None and time.monotonic() - started >= max_seconds
-                # Ranks that step together agree where clocks or step counts may differ.
-                if max_seconds is not None or interval:
-                    is_due = core.parallel.is_any(is_due, core.device)
-                if is_due:
-                    return
+        finished, is_busy = self.core.step()
+        if not ends_failed_requests:
+            self.core.require_finite()
+        if on_finished is not None:
+            for request in finished:
+                on_finished(request)
+        if not self.config.parallel.steps_in_lockstep:
+            is_busy = self.core.scheduler.has_unfinished
+        self._is_anyone_busy = self.rebalancer.after_step(is_busy)
+        return finished
 
-    def _add(self, groups: Sequence[PromptGroup], priorities: Sequence[int], kind: RequestOutputKind) -> None:
-        """Queue all groups or, on a ValueError that lists every problem, none."""
-        self.core.require_ready()
-        problems = [problem for group in groups for problem in self.processor.problems(group)]
-        if problems:
-            raise ValueError("prompts cannot be run:\n" + "\n".join(f"  - {problem}" for problem in problems))
-        for group, priority in zip(groups, priorities, strict=True):
-            if not group.samples:
-                self.processor.add_samples(group, priority)
-            unfinished = [request for request in group.samples if request.status is not RequestStatus.FINISHED]
-            for request in unfinished:
-                self.processor.watch_stop_strings(request)
-            if unfinished:
-                stream = OutputStream(group, kind, self.processor.decoder(group.params), len(unfinished))
-                self._streams[group.request_id] = stream
-                self._stream_of |= dict.fromkeys((request.request_id for request in unfinished), stream)
-            for request in unfinished:
-                self.core.scheduler.add_request(request)
+    def _are_reached(self, limits: StepLimits) -> bool:
+        """Whether a limit is reached; on any of the ranks that step together, where clocks or counts may differ."""
+        is_due = limits.are_reached()
+        if limits.has_seconds or (limits.has_steps and self.rebalancer.interval):
+            return self.core.parallel.is_any(is_due, self.core.device)
+        return is_due
 
-    def _outputs_of(self, finished: Iterable[Request]) -> list[RequestOutput]:
-        """Return the outputs of the last step, in which these requests finished, for the streams that want them."""
-        outputs = [stream.next() for stream in self._ended_streams(finished)]
-        outputs += [
-            stream.next() for stream in self._streams.values() if stream.kind is not RequestOutputKind.FINAL_ONLY
-        ]
-        return [output for output in outputs if output is not None]
-
-    def _ended_streams(self, finished: Iterable[Request]) -> list[OutputStream]:
-        """Take out and return the streams whose last samples are among these requests."""
-        ended = []
-        for request in finished:
-            stream = self._stream_of.pop(request.request_id, None)
-            if stream is None:
-                continue  # a request of another replica
-            stream.num_unfinished -= 1
-            if stream.num_unfinished == 0:
-                ended.append(stream)
-                del self._streams[stream.group.request_id]
-        return ended
-
-    def _drop_all(self) -> None:
-        self.core.drop_requests()
-        self.rebalancer.forget()
-        self._forget_streams()
-
-    def _forget_streams(self) -> None:
-        self._streams.clear()
-        self._stream_of.clear()
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Drops all requests where its block fails."""
+        try:
+            yield
+        except BaseException:
+            self.core.drop_requests()
+            self.rebalancer.forget()
+            self._streams.clear()
+            raise

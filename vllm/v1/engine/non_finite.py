@@ -20,12 +20,7 @@ def failed_requests(step: SchedulerOutput, output: SamplerOutput) -> tuple[list[
     made finite ones so.
     """
     by_model, by_settings = list(output.unscored), []
-    sampled = (
-        request
-        for request, num_new in zip(step.requests, step.num_tokens, strict=True)
-        if request.num_computed_tokens + num_new == len(request.token_ids)
-    )
-    for request, token, is_finite in zip(sampled, output.token_ids.tolist(), output.are_finite(), strict=True):
+    for request, token, is_finite in zip(step.sampled, output.token_ids.tolist(), output.are_finite(), strict=True):
         if token == NOT_FINITE and request not in by_model:
             by_model.append(request)
         elif not is_finite and token != NOT_FINITE:

@@ -1,4 +1,4 @@
-"""Builds the caller's RequestOutput from the core's requests, at their end or after every step."""
+"""The outputs of prompts for callers of `LLM` and the server, from the requests that the engine runs."""
 
 from __future__ import annotations
 
@@ -28,8 +28,12 @@ class PromptGroup:
     samples: list[Request] = field(default_factory=list)
 
     @property
+    def unfinished(self) -> list[Request]:
+        return [request for request in self.samples if request.status is not RequestStatus.FINISHED]
+
+    @property
     def is_finished(self) -> bool:
-        return all(request.status is RequestStatus.FINISHED for request in self.samples)
+        return not self.unfinished
 
     def sample_id(self, index: int) -> str:
         """The request id of a sample."""
@@ -103,11 +107,16 @@ class PromptGroup:
         return request.token_ids[request.num_prompt_tokens + start : end]
 
 
+def prompt_of(sample_id: str) -> str:
+    """The request id of the prompt that a sample belongs to."""
+    return sample_id.rpartition("_")[0]
+
+
 class OutputStream:
     """The outputs of a group for its caller: by `kind` after every step, or at its end."""
 
-    def __init__(self, group: PromptGroup, kind: RequestOutputKind, decode: Decode | None, num_unfinished: int) -> None:
-        self.group, self.kind, self.decode, self.num_unfinished = group, kind, decode, num_unfinished
+    def __init__(self, group: PromptGroup, kind: RequestOutputKind, decode: Decode | None) -> None:
+        self.group, self.kind, self.decode = group, kind, decode
         self._num_shown = [0] * len(group.samples)
         self._failed: set[int] = set()  # samples whose error, without a token, was shown
         self._texts = [""] * len(group.samples)
@@ -119,7 +128,7 @@ class OutputStream:
     def next(self) -> RequestOutput | None:
         """Return the output of the last step for the samples that got a token; None when there is nothing to show."""
         if self.kind is RequestOutputKind.FINAL_ONLY:
-            return self.group.output(self.decode) if self.num_unfinished == 0 else None
+            return self.group.output(self.decode) if self.group.is_finished else None
         completions = [
             self._advance(index, request)
             for index, request in enumerate(self.group.samples)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -46,17 +46,39 @@ class Processor:
             tokens = self.tokenizer.load().encode(text)
         return PromptGroup(name, request_id, text, tokens, params, self.end_token_ids)
 
-    def problems(self, group: PromptGroup) -> list[str]:
-        """Return the reasons why the group cannot be run; empty when it can.
+    def samples(self, groups: Sequence[PromptGroup], priorities: Sequence[int]) -> list[Request]:
+        """Make the samples of groups that have none; return all that are unfinished.
 
-        ValueError when it needs text and the tokenizer, which is loaded for it, cannot be read.
+        ValueError, before any is made, lists every prompt that cannot be run.
         """
-        self.decoder(group.params)
-        name, tokens, limit = group.name, group.prompt_token_ids, self.config.model.max_model_len - 1
+        problems = [problem for group in groups for problem in self._group_problems(group)]
+        if problems:
+            raise ValueError("prompts cannot be run:\n" + "\n".join(f"  - {problem}" for problem in problems))
+        for group, priority in zip(groups, priorities, strict=True):
+            if not group.samples:
+                self._add_samples(group, priority)
+        return [request for group in groups for request in group.unfinished]
+
+    def problems(self, request: Request) -> list[str]:
+        """Return the reasons why this engine cannot run the request; empty when it can."""
+        name, limit = f"request {request.request_id}", self.config.model.max_model_len
+        problems = self._prompt_problems(name, request.token_ids[: request.num_prompt_tokens])
+        if not problems and request.longest > limit:
+            problems.append(f"{name} goes on to {request.longest} tokens, more than max_model_len={limit}; raise it")
         vocab_size = self.config.model.hf.vocab_size
-        longest = max((len(tokens) + request.max_tokens for request in group.samples), default=0)
-        if longest > limit + 1:
-            return [f"{name} goes on to {longest} tokens, more than max_model_len={limit + 1} of this engine; raise it"]
+        outside = [t for t in request.stop_ids.difference(self.end_token_ids) if not 0 <= t < vocab_size]
+        return problems + [f"{name} stops at {t}, outside of the vocabulary of {vocab_size}" for t in outside]
+
+    def _group_problems(self, group: PromptGroup) -> list[str]:
+        """ValueError when it needs text and the tokenizer, which is loaded for it, cannot be read."""
+        self.decoder(group.params)
+        problems = self._prompt_problems(group.name, group.prompt_token_ids)
+        hf = self.config.model.hf
+        found = sampling_problems(group.params, group.eos_token_ids, hf.vocab_size, self.tokenizer)
+        return problems + [f"{group.name}: {problem}" for problem in found]
+
+    def _prompt_problems(self, name: str, tokens: list[int]) -> list[str]:
+        limit, vocab_size = self.config.model.max_model_len - 1, self.config.model.hf.vocab_size
         if not tokens:
             return [f"{name} is empty"]
         problems = []
@@ -68,20 +90,17 @@ class Processor:
         if min(tokens) < 0 or max(tokens) >= vocab_size:
             outside = next(t for t in tokens if not 0 <= t < vocab_size)
             problems.append(f"{name} holds token id {outside}, outside of the vocabulary of {vocab_size}")
-        found = sampling_problems(group.params, group.eos_token_ids, vocab_size, self.tokenizer)
-        return problems + [f"{name}: {problem}" for problem in found]
+        return problems
 
-    def add_samples(self, group: PromptGroup, priority: int) -> None:
-        params = group.params
+    def _add_samples(self, group: PromptGroup, priority: int) -> None:
+        params, is_greedy = group.params, group.params.is_greedy
         room = self.config.model.max_model_len - len(group.prompt_token_ids)
         seed = params.seed
         if seed is None:
             seed = derive_seed(self.config.model.seed, self.config.parallel.replica, self._num_prompts)
         self._num_prompts += 1
-        stop_ids = frozenset(params.stop_token_ids) | (
-            frozenset() if params.ignore_eos else frozenset(group.eos_token_ids)
-        )
-        extras, is_greedy = sampling_extras(params, self.tokenizer), params.is_greedy
+        stop_ids = frozenset(params.stop_token_ids).union(() if params.ignore_eos else group.eos_token_ids)
+        extras = sampling_extras(params, self.tokenizer)
         for index in range(params.n):
             group.samples.append(
                 Request(

@@ -49,17 +49,37 @@ class Rebalancer:
         """
         self.interval, self._padded_sizes, self.scheduler, self.device = interval, padded_sizes, scheduler, device
         self._kv_caches, self._prepare = kv_caches, prepare
-        self.dp, self.tp = parallel.dp, parallel.tp
+        self.dp, self.tp, self._is_lockstep = parallel.dp, parallel.tp, parallel.config.steps_in_lockstep
         self.rank, self.num_replicas = self.dp.rank_in_group, self.dp.world_size
         self.num_moves = self.num_blocks_moved = 0  # of the whole instance, over its life
         self._away: dict[int, Request] = {}  # of this home, by key
         self._guests: list[Request] = []  # came here, of another home; finished ones too
         self._next_key = 0
         self._has_moved = False  # any replica's request since all were at home; the same on every rank
+        self._num_steps = 0  # since the last round
+
+    @property
+    def is_at_round(self) -> bool:
+        """Whether a round was the last thing, where all replicas are at the same place; always without rebalancing."""
+        return self._num_steps == 0
+
+    def after_step(self, is_busy: bool) -> bool:
+        """Balance, if it is time: after every `interval` steps, or at once where this replica has no work and steps
+        alone.
+
+        `is_busy` says whether this replica, or one in lock-step with it, has work left; returns this of all replicas.
+        """
+        if not self.interval:
+            return is_busy
+        self._num_steps += 1
+        if self._num_steps < self.interval and (is_busy or self._is_lockstep):
+            return is_busy
+        self._num_steps = 0
+        return self.balance()
 
     def balance(self) -> bool:
         """Move the surplus of full replicas to empty ones if it pays; returns whether any replica has work left."""
-        unfinished = [*self.scheduler.running, *self.scheduler.waiting]
+        unfinished = self.scheduler.unfinished
         free = self.scheduler.kv.pool.num_blocks - sum(map(self._blocks_needed, unfinished))
         counts, free_blocks = self._gather([len(unfinished), free]).T.tolist()
         target = target_load(counts, self._padded_sizes)
@@ -80,6 +100,7 @@ class Rebalancer:
 
     def bring_home(self) -> None:
         """Return every guest to its home; afterwards no request of this replica is elsewhere."""
+        self._num_steps = 0
         if not self._has_moved:
             return
         parts: list[list[Request]] = [[] for _ in range(self.num_replicas)]
@@ -93,7 +114,7 @@ class Rebalancer:
 
     def forget(self) -> None:
         """Drop guests and absent requests: the generation has ended or failed."""
-        self._away, self._guests, self._has_moved = {}, [], False
+        self._away, self._guests, self._has_moved, self._num_steps = {}, [], False, 0
 
     def _carry_out(self, moves: list[Move], offered: list[Request], num_blocks: list[int]) -> None:
         """Send and receive requests, num_blocks[i] blocks of the cache with the i-th move."""
@@ -177,8 +198,8 @@ class Rebalancer:
 
     def _blocks_needed(self, request: Request) -> int:
         """KV blocks that the request will fill by the next round."""
-        longest = request.num_prompt_tokens + request.max_tokens
-        return -(-min(len(request.token_ids) + self.interval, longest) // self.scheduler.kv.block_size)
+        length = min(len(request.token_ids) + self.interval, request.longest)
+        return -(-length // self.scheduler.kv.block_size)
 
     def _gather(self, values: list[int] | list[list[int]]) -> np.ndarray:
         """int64 [replicas, *shape of values]; the first TP rank of a replica speaks for it."""

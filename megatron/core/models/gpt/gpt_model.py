@@ -225,38 +225,19 @@ def layout_problems(config: TransformerConfig, layout: ParallelLayout) -> list[s
     tp_size = layout.tensor_model_parallel_size
     if tp_size > 1 and not config.sequence_parallel:
         problems.append(f"sequence_parallel is False; tensor_model_parallel_size {tp_size} needs it to be True")
-    for name in ("ffn_hidden_size", "moe_shared_expert_intermediate_size"):
-        if (getattr(config, name) or 0) % tp_size:
-            problems.append(f"{name} {getattr(config, name)} does not divide over tensor_model_parallel_size {tp_size}")
-    etp_size = layout.expert_tensor_parallel_size
-    if (config.moe_ffn_hidden_size or 0) % etp_size:
-        problems.append(
-            f"moe_ffn_hidden_size {config.moe_ffn_hidden_size} does not divide over expert_tensor_parallel_size "
-            f"{etp_size}"
-        )
-    if not config.multi_latent_attention and config.query_groups % tp_size and tp_size % config.query_groups:
-        problems.append(
-            f"num_query_groups {config.query_groups} neither divides over tensor_model_parallel_size {tp_size} nor "
-            "divides it"
-        )
-    if layout.mla_down_proj_column_parallel:
-        problems += _down_projection_problems(config, tp_size)
+    down: dict[str, int | None] = {}
+    if isinstance(config, MLATransformerConfig):
+        down["kv_lora_rank + qk_pos_emb_head_dim"] = config.kv_lora_rank + config.qk_pos_emb_head_dim
+        down["q_lora_rank"] = config.q_lora_rank
+    elif layout.mla_down_proj_column_parallel:
+        problems.append("mla_down_proj_column_parallel is True; only latent attention has down-projections")
+    problems += layout.width_problems(
+        {name: getattr(config, name) for name in ("ffn_hidden_size", "moe_shared_expert_intermediate_size")},
+        {"moe_ffn_hidden_size": config.moe_ffn_hidden_size},
+        down,
+        {} if config.multi_latent_attention else {"num_query_groups": config.query_groups},
+    )
     return problems + _head_problems(config, tp_size, layout.context_parallel_size)
-
-
-def _down_projection_problems(config: TransformerConfig, tp_size: int) -> list[str]:
-    """Return the reasons why the outputs of MLA's down-projections do not divide over TP."""
-    if not isinstance(config, MLATransformerConfig):
-        return ["mla_down_proj_column_parallel is True; only latent attention has down-projections"]
-    widths = {"kv_lora_rank + qk_pos_emb_head_dim": config.kv_lora_rank + config.qk_pos_emb_head_dim}
-    if config.q_lora_rank is not None:
-        widths["q_lora_rank"] = config.q_lora_rank
-    return [
-        f"{name} {width} does not divide over tensor_model_parallel_size {tp_size}, as mla_down_proj_column_parallel "
-        "needs"
-        for name, width in widths.items()
-        if width % tp_size
-    ]
 
 
 def _head_problems(config: TransformerConfig, tp_size: int, cp_size: int) -> list[str]:

@@ -174,9 +174,7 @@ def load_buffer(
     rows = _finished_rows(state["finished"], arrays, rollout.prompt_length)
     replica_of = np.array([buffer.prompts[number].replica for number, *_ in state["finished"]], dtype=np.int64)
     parts = [rows.select_idxs(np.flatnonzero(replica_of == replica)) if len(rows) else rows for replica in replicas]
-    meta_info = [driver.tokens.meta_info() for _ in replicas]
-    per_rank = driver.per_rank
-    stored = driver.rollout.restore_samples(per_rank(unfinished), per_rank(parts), per_rank(meta_info))
+    stored = driver.rollout.restore_samples(driver.per_rank(unfinished), driver.per_rank(parts))
     for replica, stored_rows in enumerate(stored[:: driver.replica_size]):
         buffer.add(replica, stored_rows)
     buffer.load_state(state.get("buffer", {}))

@@ -12,8 +12,7 @@ from verl.utils.timeline import now_s
 from verl.workers.rollout.rollout_messages import PROMPT, SAMPLE, VERSIONS, RolloutRequest, RolloutResult
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
 from verl.workers.row_store import RowStore
-from vllm import RequestOutput, TokensPrompt
-from vllm.v1.engine.output_processor import PromptGroup
+from vllm.v1.engine.llm_engine import StepLimits
 from vllm.v1.request import Request
 
 
@@ -27,35 +26,39 @@ class SampleStream:
     def __init__(self, rollout: vLLMRollout) -> None:
         self._rollout = rollout
         self._engine = rollout.inference_engine.engine
-        self._withdrawn: list[PromptGroup] = []
+        self._withdrawn: list[Request] = []
 
     def start(self, prompts: DataProto) -> None:
         if not len(prompts):
             return
         columns = prompts.non_tensor_batch
         names = ("raw_prompt_ids", "sampling_seeds", "response_limit", PROMPT, SAMPLE)
-        for ids, seed, limit, prompt, sample in zip(*(columns[name] for name in names), strict=True):
-            params = self._rollout.sampling_params(prompts.meta_info, int(seed), int(limit))
-            request = TokensPrompt(prompt_token_ids=list(ids))
-            self._engine.add_request(_request_id(prompt, sample), request, params, priority=int(prompt))
+        self._engine.add_requests(
+            [
+                self._rollout.request(
+                    _request_id(prompt, sample), ids, int(seed), int(limit), prompts.meta_info, priority=int(prompt)
+                )
+                for ids, seed, limit, prompt, sample in zip(*(columns[name] for name in names), strict=True)
+            ]
+        )
 
-    def run(self, max_steps: int) -> list[RequestOutput]:
+    def run(self, max_steps: int) -> list[Request]:
         """Runs up to ``max_steps`` engine steps and returns the finished samples in the order of (prompt, sample).
 
         Replicas that share experts run the same number of steps together.
         """
         withdrawn, self._withdrawn = self._withdrawn, []
-        self._engine.resume(withdrawn)
-        return sorted(self._engine.run(max_steps), key=lambda output: _key(output.request_id))
+        self._engine.add_requests(withdrawn)
+        return sorted(self._engine.run(StepLimits(max_steps)), key=_key)
 
-    def rows(self, outputs: list[RequestOutput], meta_info: dict[str, Any]) -> DataProto:
+    def rows(self, finished: list[Request], meta_info: dict[str, Any]) -> DataProto:
         """The columns of finished samples that training reads, with their numbers and the versions of their tokens."""
-        keys = [_key(output.request_id) for output in outputs]
-        batch = self._rollout.to_batch(outputs, meta_info)
+        keys = [_key(request) for request in finished]
+        batch = self._rollout.to_batch(finished, meta_info)
         columns: dict[str, list[Any]] = {
             PROMPT: [prompt for prompt, _ in keys],
             SAMPLE: [sample for _, sample in keys],
-            VERSIONS: [_run_lengths(output.outputs[0].policy_versions) for output in outputs],
+            VERSIONS: [_run_lengths(request.policy_versions()) for request in finished],
         }
         return batch.union(DataProto.from_dict(non_tensors=columns))
 
@@ -66,8 +69,7 @@ class SampleStream:
         """
         if not keeps_cache:
             self._engine.free_cache(self._withdrawn)
-        withdrawn = self._engine.withdraw(keeps_cache)
-        self._withdrawn = sorted([*self._withdrawn, *withdrawn], key=lambda group: _key(group.request_id))
+        self._withdrawn = sorted([*self._withdrawn, *self._engine.withdraw(keeps_cache)], key=_key)
 
     def abort(self) -> None:
         """Drops all unfinished samples."""
@@ -77,24 +79,17 @@ class SampleStream:
     def state(self) -> list[Request]:
         """Withdraws all unfinished samples and returns copies of them, with ``home`` (prompt, sample)."""
         self.withdraw()
-        copies = []
-        for group in self._withdrawn:
-            (request,) = copy.deepcopy(group.samples)
-            request.home = _key(group.request_id)
-            copies.append(request)
+        copies = copy.deepcopy(self._withdrawn)
+        for request in copies:
+            request.home = _key(request)
         return copies
 
-    def restore(self, state: Sequence[Request], meta_info: dict[str, Any]) -> None:
+    def restore(self, state: Sequence[Request]) -> None:
         """Takes over samples that ``state`` of any replica returned."""
         for request in state:
             assert request.home is not None, request.request_id
-            request_id, request.home = _request_id(*request.home), None
-            params = self._rollout.sampling_params(meta_info, request.seed)
-            prompt = TokensPrompt(prompt_token_ids=request.token_ids[: request.num_prompt_tokens])
-            group = self._engine.processor.group("a sample of the checkpoint", request_id, prompt, params)
-            request.request_id = group.sample_id(0)
-            group.samples = [request]
-            self._withdrawn.append(group)
+            request.request_id, request.home = _request_id(*request.home), None
+        self._withdrawn += state
         self.withdraw()
 
 
@@ -103,11 +98,11 @@ def run_request(stream: SampleStream, request: RolloutRequest, store: RowStore, 
     start_s = now_s()
     store.drop(request.first_needed_batch)
     stream.start(request.prompts)
-    outputs = stream.run(request.max_steps)
+    finished = stream.run(request.max_steps)
     rows = DataProto()
-    if outputs:
-        finished = stream.rows(outputs, request.prompts.meta_info)
-        rows = store.store_generated(finished, replica_size, keeps_earlier=True)
+    if finished:
+        generated = stream.rows(finished, request.prompts.meta_info)
+        rows = store.store_generated(generated, replica_size, keeps_earlier=True)
     return RolloutResult(rows, now_s() - start_s)
 
 
@@ -115,8 +110,8 @@ def _request_id(prompt: int, sample: int) -> str:
     return f"{prompt}.{sample}"
 
 
-def _key(request_id: str) -> tuple[int, int]:
-    prompt, sample = request_id.split(".")
+def _key(request: Request) -> tuple[int, int]:
+    prompt, sample = request.request_id.split(".")
     return int(prompt), int(sample)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -13,22 +13,24 @@ from torch import Tensor
 
 from verl.protocol import DataProto
 from verl.workers.config import RolloutConfig
-from verl.workers.rollout.base import BaseRollout
-from vllm import LLM, CompletionOutput, RequestOutput, SamplingParams, TokensPrompt
+from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.digest import WeightDigest
 from vllm.model_executor.model_loader.rank_shards import RankShards, engine_shards
 from vllm.model_executor.model_loader.shard_writer import WeightUpdate
 from vllm.ops.contract import RolloutOps
 from vllm.platforms import Platform
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import SMALLEST_TEMPERATURE
 from vllm.transformers_utils.config import load_config
+from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
 
 
-class vLLMRollout(BaseRollout):
+class vLLMRollout:
     """One data-parallel replica's share of the rollout; tensor-parallel ranks of a replica get the same rows.
+
+    The weights are those that the trainer sends. It holds device memory only between ``resume`` and ``release``.
 
     Args:
         first_rank: the ranks before it have no engine.
@@ -44,24 +46,33 @@ class vLLMRollout(BaseRollout):
         first_rank: int = 0,
     ) -> None:
         self.config = config
+        for sampling in (config, config.val_kwargs):  # ValueError for what cannot be sampled by
+            SamplingParams(temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
         arguments = _engine_arguments(config, model_path, torch.distributed.get_world_size() - first_rank)
         kind = device if isinstance(device, Platform) else device.type
         self.inference_engine = LLM(**arguments, rollout_ops=rollout_ops, device=kind, first_rank=first_rank)
         self.release()
 
     def resume(self, tags: list[str]) -> None:
+        """Allocates ``weights`` (empty, to be written by ``update_weight_shards``) and/or ``kv_cache``."""
         self.inference_engine.wake_up(tags=tags)
 
     def rank_shards(self, rank: int) -> RankShards:
+        """HF name -> what the engine of ``rank`` owns of it; every rank knows that of all ranks."""
         return self.inference_engine.rank_shards(rank)
 
     def update_weight_shards(self, updates: Iterable[WeightUpdate], version: int) -> dict[str, WeightDigest]:
+        """Writes all shards of this rank for policy ``version``, as ``LLM.update_weight_shards``; iterating ``updates``
+        may be collective.
+        """
         return self.inference_engine.update_weight_shards(updates, version)
 
     def shard_digests(self) -> dict[str, WeightDigest]:
+        """HF name -> digest of this rank's shard as it is in memory now."""
         return self.inference_engine.shard_digests()
 
     def release(self) -> None:
+        """Frees the KV cache and the weights."""
         self.inference_engine.sleep(level=2)
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
@@ -78,44 +89,54 @@ class vLLMRollout(BaseRollout):
             [B, R]. For training with ``enable_rollout_routing_replay`` also routed_experts [B, P + R, MoE layers, K] of
             a small integer type, zero where a token was not computed: padding, and the last one of each row.
         """
-        seeds = prompts.non_tensor_batch["sampling_seeds"]
-        requests = [TokensPrompt(prompt_token_ids=list(ids)) for ids in prompts.non_tensor_batch["raw_prompt_ids"]]
-        limits = prompts.non_tensor_batch.get("response_limit", np.zeros(len(seeds), dtype=object))
-        params = [
-            self.sampling_params(prompts.meta_info, int(seed), int(limit))
-            for seed, limit in zip(seeds, limits, strict=True)
+        columns = prompts.non_tensor_batch
+        seeds = columns["sampling_seeds"]
+        limits = columns.get("response_limit", np.zeros(len(seeds), dtype=object))
+        requests = [
+            self.request(str(row), ids, int(seed), int(limit), prompts.meta_info)
+            for row, (ids, seed, limit) in enumerate(zip(columns["raw_prompt_ids"], seeds, limits, strict=True))
         ]
-        outputs = self.inference_engine.generate(requests, params, use_tqdm=False)
-        return self.to_batch(outputs, prompts.meta_info)
+        self.inference_engine.engine.run_requests(requests)
+        return self.to_batch(requests, prompts.meta_info)
 
-    def sampling_params(self, meta_info: dict[str, Any], seed: int, response_limit: int = 0) -> SamplingParams:
-        """How the row with this seed is sampled; ``meta_info`` and ``response_limit`` as in ``generate_sequences``."""
-        config = self.config
+    def request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        seed: int,
+        response_limit: int,
+        meta_info: dict[str, Any],
+        priority: int = 0,
+    ) -> Request:
+        """One row for the engine; ``response_limit`` and ``meta_info`` as in ``generate_sequences``."""
+        config, engine = self.config, self.inference_engine
         is_validation = bool(meta_info.get("validate", False))
         chosen = config.val_kwargs if is_validation else config
         do_sample = bool(meta_info.get("do_sample", config.val_kwargs.do_sample if is_validation else True))
-        return SamplingParams(
-            n=1,
-            temperature=chosen.temperature if do_sample else 0.0,
-            top_k=chosen.top_k if do_sample else -1,
-            top_p=chosen.top_p if do_sample else 1.0,
-            max_tokens=min(response_limit or config.response_length, config.response_length),
-            stop_token_ids=[] if config.ignore_eos else [int(meta_info["eos_token_id"])],
-            ignore_eos=config.ignore_eos,
+        is_greedy = not do_sample or chosen.temperature < SMALLEST_TEMPERATURE
+        room = engine.config.model.max_model_len - len(prompt_token_ids)
+        end_ids = () if config.ignore_eos else (int(meta_info["eos_token_id"]), *engine.engine.processor.end_token_ids)
+        return Request(
+            request_id,
+            list(prompt_token_ids),
+            max_tokens=min(response_limit or config.response_length, config.response_length, room),
             seed=seed,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            temperature=0.0 if is_greedy else chosen.temperature,
+            top_k=0 if is_greedy else chosen.top_k,
+            top_p=1.0 if is_greedy else chosen.top_p,
+            stop_ids=frozenset(end_ids),
+            priority=priority,
         )
 
-    def to_batch(self, outputs: list[RequestOutput], meta_info: dict[str, Any]) -> DataProto:
-        """The rows of ``outputs``, one sample each, with the columns of ``generate_sequences``."""
+    def to_batch(self, requests: Sequence[Request], meta_info: dict[str, Any]) -> DataProto:
+        """The rows of finished ``requests`` with the columns of ``generate_sequences``."""
         length, pad = self.config.response_length, int(meta_info["pad_token_id"])
-        completions = [output.outputs[0] for output in outputs]
-        responses = _right_padded([c.token_ids for c in completions], length, pad, torch.int64)
-        lengths = torch.tensor([len(c.token_ids) for c in completions])
+        output_ids = [request.output_token_ids for request in requests]
+        responses = _right_padded(output_ids, length, pad, torch.int64)
+        lengths = torch.tensor([len(ids) for ids in output_ids])
         response_mask = (torch.arange(length) < lengths[:, None]).long()
 
-        raw_ids = [output.prompt_token_ids for output in outputs]
+        raw_ids = [request.token_ids[: request.num_prompt_tokens] for request in requests]
         prompt_lengths = torch.tensor([len(ids) for ids in raw_ids])
         prompt_ids = _left_padded(raw_ids, self.config.prompt_length, pad)
         prompt_mask = (
@@ -128,13 +149,11 @@ class vLLMRollout(BaseRollout):
             "response_mask": response_mask,
         }
         if self.config.calculate_log_probs:
-            log_probs = [c.sampled_logprobs for c in completions]
+            log_probs = [request.output_logprobs for request in requests]
             tensors["rollout_log_probs"] = _right_padded(log_probs, length, 0.0, torch.float32)
         if self.config.enable_rollout_routing_replay and not meta_info.get("validate", False):
-            tensors["routed_experts"] = _routed_experts(
-                completions, prompt_lengths.tolist(), self.config.prompt_length, length
-            )
-        reasons = np.array([c.finish_reason for c in completions], dtype=object)
+            tensors["routed_experts"] = _routed_experts(requests, self.config.prompt_length, length)
+        reasons = np.array([request.finish_reason for request in requests], dtype=object)
         return DataProto.from_dict(tensors=tensors, non_tensors={"finish_reason": reasons})
 
 
@@ -165,18 +184,16 @@ def _engine_arguments(config: RolloutConfig, model_path: str, num_ranks: int) ->
     }
 
 
-def _routed_experts(
-    completions: list[CompletionOutput], prompt_lengths: list[int], num_columns: int, response_length: int
-) -> Tensor:
+def _routed_experts(requests: Sequence[Request], num_columns: int, response_length: int) -> Tensor:
     """[B, P + R, M, K]: each row's choices begin at the column of its first prompt token."""
-    rows = [c.routed_experts for c in completions if c.routed_experts is not None]
-    assert len(rows) == len(completions), "the engine returns no choices"
+    rows = [request.routed_experts for request in requests if request.routed_experts is not None]
+    assert len(rows) == len(requests), "the engine returns no choices"
     first = rows[0]
     choices_BLMK = torch.zeros(
         (len(rows), num_columns + response_length, *first.shape[1:]), dtype=torch.from_numpy(first).dtype
     )
-    for row, (chosen, prompt_length) in enumerate(zip(rows, prompt_lengths, strict=True)):
-        start = num_columns - prompt_length
+    for row, (chosen, request) in enumerate(zip(rows, requests, strict=True)):
+        start = num_columns - request.num_prompt_tokens
         choices_BLMK[row, start : start + len(chosen)] = torch.from_numpy(chosen)
     return choices_BLMK
 

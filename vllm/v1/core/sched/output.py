@@ -23,6 +23,20 @@ class SchedulerOutput:
     block_copies: list[tuple[int, int]] = field(default_factory=list)
     """(source, target) blocks, all sources read before any target is written: done before the step computes."""
 
+    def add(self, request: Request, num_tokens: int, new_block_ids: list[int] | None) -> None:
+        self.requests.append(request)
+        self.num_tokens.append(num_tokens)
+        self.new_block_ids.append(new_block_ids)
+
+    @property
+    def sampled(self) -> list[Request]:
+        """The requests that get a token: those whose tokens are all computed when the step is."""
+        return [
+            request
+            for request, num_new in zip(self.requests, self.num_tokens, strict=True)
+            if request.num_computed_tokens + num_new == len(request.token_ids)
+        ]
+
     @property
     def is_decode_only(self) -> bool:
         """Whether every request brings exactly one token (also true of an empty step)."""

@@ -39,6 +39,11 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         return bool(self.running or self.waiting)
 
+    @property
+    def unfinished(self) -> list[Request]:
+        """Those that run, then those that wait, each the most urgent first."""
+        return [*self.running, *self.waiting]
+
     def add_request(self, request: Request) -> None:
         """Queue a request behind all of its priority; one that has run before in front of those that have not."""
         request.arrival = self._num_arrivals
@@ -68,7 +73,7 @@ class Scheduler:
 
     def withdraw_all(self, keeps_cache: bool = False) -> None:
         """Take every unfinished request out, as `withdraw`."""
-        for request in [*self.running, *self.waiting]:
+        for request in self.unfinished:
             self.withdraw(request, keeps_cache)
 
     def abort(self, request: Request) -> None:
@@ -90,8 +95,7 @@ class Scheduler:
 
     def _schedule_running(self, step: SchedulerOutput, budget: int) -> int:
         """Schedule the running requests, preempting some if needed; returns the remaining budget."""
-        allocate = self.kv.allocate_slots
-        step.new_block_ids += self.kv.allocate_decoding(self.running)
+        step.new_block_ids += self.kv.allocate_decoding(self.running)  # in most steps those of all
         index = len(step.new_block_ids)
         step.requests += self.running[:index]
         step.num_tokens += [1] * index
@@ -101,50 +105,50 @@ class Scheduler:
             num_new = len(request.token_ids) - request.num_computed_tokens
             if num_new > 1:  # those behind it compute a token each
                 num_new = min(num_new, budget - (len(self.running) - index - 1))
-            new_blocks = allocate(request, num_new)
-            while new_blocks is None:
-                if self._free_waiting():
-                    new_blocks = allocate(request, num_new)
-                    continue
-                # The victim is the last of the running, so it is never one that this step already holds.
-                victim = self.running.pop()
-                self._preempt(victim)
-                if victim is request:
-                    return budget
-                new_blocks = allocate(request, num_new)
-            step.requests.append(request)
-            step.num_tokens.append(num_new)
-            step.new_block_ids.append(new_blocks)
+            new_blocks = self._allocate(request, num_new)
+            if new_blocks is None:
+                break
+            step.add(request, num_new, new_blocks)
             budget -= num_new
             index += 1
         return budget
 
+    def _allocate(self, request: Request, num_new: int) -> list[int] | None:
+        """Blocks for a running request: free ones, else those of waiting requests, else of the least urgent running
+        ones; None when it was the least urgent itself and is preempted.
+        """
+        while (new_blocks := self.kv.allocate_slots(request, num_new)) is None:
+            if self._free_waiting():
+                continue
+            victim = self.running.pop()  # the last, so it is never one that this step already holds
+            self._preempt(victim)
+            if victim is request:
+                return None
+        return new_blocks
+
     def _admit_waiting(self, step: SchedulerOutput, budget: int) -> None:
-        index = 0  # of the most urgent one that is not put off to the next step
         admitted: list[Request] = []
-        while index < len(self.waiting) and budget > 0 and len(self.running) + len(admitted) < self.config.max_num_seqs:
-            request = self.waiting[index]
+        for request in tuple(self.waiting):
+            if budget <= 0 or len(self.running) + len(admitted) >= self.config.max_num_seqs:
+                break
             has_cache = bool(request.block_ids)
             if not has_cache and not self.kv.take_cached_prefix(request):
-                index += 1
-                continue
-            num_new = len(request.token_ids) - request.num_computed_tokens
-            fits = num_new <= budget or self.config.enable_chunked_prefill
-            num_new = min(num_new, budget)
+                continue  # put off: this step computes what it would copy
+            num_missing = len(request.token_ids) - request.num_computed_tokens
+            num_new = min(num_missing, budget)
+            fits = num_new == num_missing or self.config.enable_chunked_prefill
             if not fits or not self._make_room(request, num_new, len(step.requests)):
                 if not has_cache:  # else it keeps what it has computed, until a running request needs the blocks
                     self.kv.free(request)
                 break
             self.kv.allocate_slots(request, num_new)
-            del self.waiting[index]
+            self.waiting.remove(request)
             if request.status is RequestStatus.WAITING:
                 request.num_cached_tokens = request.num_computed_tokens
             request.status = RequestStatus.RUNNING
             request.note_policy(self.policy_version)
             admitted.append(request)
-            step.requests.append(request)
-            step.num_tokens.append(num_new)
-            step.new_block_ids.append(None)
+            step.add(request, num_new, None)
             budget -= num_new
         for request in admitted:
             insort(self.running, request, key=_urgency)
