@@ -37,8 +37,8 @@ class DAPORewardManager(NaiveRewardManager):
     ) -> None:
         super().__init__(tokenizer, num_examine, compute_score, reward_fn_key)
         self.max_resp_len = max_resp_len
-        keys = fields(OverlongBufferConfig)
-        buffer = OverlongBufferConfig(**{key.name: setting(overlong_buffer_cfg, key.name, key.default) for key in keys})
+        given = {key.name: setting(overlong_buffer_cfg, key.name, None) for key in fields(OverlongBufferConfig)}
+        buffer = OverlongBufferConfig(**{name: value for name, value in given.items() if value is not None})
         self.overlong_buffer_cfg = buffer
         if buffer.enable and not 1 <= buffer.len <= (max_resp_len or 0):
             raise ValueError(
