@@ -40,25 +40,21 @@ def require_finite(name: str, tensor: Tensor, source: str) -> None:
             )
 
 
-class FiniteCheck:
-    """Finds NaN and infinity in weights that come one by one; on a device the host waits once, in `require`."""
+def note_finite(are_finite: list[tuple[str, Tensor]], name: str, tensor: Tensor) -> None:
+    """Append whether a weight has no NaN or infinity; on a device the host waits once, in `require_noted`."""
+    if tensor.dtype in _LEAST and tensor.numel() and not tensor.is_meta:
+        are_finite.append((name, _is_finite(tensor)))
 
-    def __init__(self) -> None:
-        self._are_finite: list[tuple[str, Tensor]] = []
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        if tensor.dtype in _LEAST and tensor.numel() and not tensor.is_meta:
-            self._are_finite.append((name, _is_finite(tensor)))
-
-    def require(self, source: str) -> None:
-        """Raise a ValueError that names every weight added so far that is not finite, and its ``source``."""
-        if not self._are_finite or bool(torch.stack([flag for _, flag in self._are_finite]).all()):
-            return
-        names = list(dict.fromkeys(name for name, is_finite in self._are_finite if not is_finite))
-        raise ValueError(
-            f"{source} has NaN or infinity in {shown_names(names)}; weights must be finite: go on from a checkpoint "
-            "before the step that broke them, with a lower learning rate or clip_grad"
-        )
+def require_noted(are_finite: list[tuple[str, Tensor]], source: str) -> None:
+    """Raise a ValueError that names every noted weight that is not finite, and its ``source``."""
+    if not are_finite or bool(torch.stack([flag for _, flag in are_finite]).all()):
+        return
+    names = list(dict.fromkeys(name for name, is_finite in are_finite if not is_finite))
+    raise ValueError(
+        f"{source} has NaN or infinity in {shown_names(names)}; weights must be finite: go on from a checkpoint "
+        "before the step that broke them, with a lower learning rate or clip_grad"
+    )
 
 
 def _is_finite(tensor: Tensor) -> Tensor:

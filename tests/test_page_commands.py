@@ -83,7 +83,6 @@ HELD = {
     r"python -m tools\.(report|viewer RUN_DIR)": "tests/system/test_page_runs.py",
     r"python -m tools\.workshop\.reference --write.*": "tests/tools/test_reference.py",
     r"python -m tools\.workshop\.adaptations.*": "tests/tools/test_adaptations.py",
-    r"python -m tools\.subtree rebase .*": "tests/tools/test_subtree_rebase.py",
     r"python -m tools\.subtree .*": "tests/tools/test_subtree.py",
     r"python -m tools\.plan\.timing\.calibrate.*": "tests/tools/plan/test_timing_predictions.py",
     r"python -m tools\.plan\.op_costs.*": "tests/tools/plan/test_op_costs.py",

@@ -25,7 +25,6 @@ BY_STRING = {
     "hf_formats.parent_death": ("main",),
     "recipes.r1_zero.deepscaler": (),  # the reward of the recipe's config
     "tools.workshop.bench.engines.engine_server": (),
-    "tools.workshop.bench.engines.op_profile": (),
     "tools.workshop.bench.engines.rollout_engines": (),
     "tools.workshop.bench.engines.step_engines": (),
     "tools.workshop.bench.engines.train_engines": (),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import textwrap
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,7 +18,7 @@ MARK = "# " + marks.WORD  # assembled, so that this file carries no mark of its 
 
 def test_marks_registry_and_document_agree() -> None:
     assert not PROBLEMS
-    assert not removals.registry_problems(ROOT, FOUND)
+    assert not removals.read_registry(ROOT, FOUND)[1]
     adaptations.run(ROOT, check=True)
     document = (ROOT / adaptations.OUTPUT).read_text(encoding="utf-8")
     for mark in FOUND:
@@ -37,31 +35,27 @@ def test_git_grep_finds_the_same_marks() -> None:
 
 
 @pytest.fixture(scope="module")
-def verdicts(request: pytest.FixtureRequest) -> Iterator[dict[str, Callable[[], removals.Verdict]]]:
-    """The proofs of the selected ids, all started at once, run two at a time."""
-    registry, _ = removals.read_registry(ROOT)
+def verdicts(request: pytest.FixtureRequest) -> dict[str, removals.Verdict]:
+    """The proofs of the selected ids, run two at a time."""
     items = (item for item in request.session.items if isinstance(item, pytest.Function))
-    selected = {item.callspec.params["mark"] for item in items if item.name.startswith("test_fails_without[")}
-    pool = ThreadPoolExecutor(removals.AT_ONCE)
-    yield removals.start(pool, ROOT, [mark for mark in FOUND if mark in selected], registry)
-    pool.shutdown(cancel_futures=True)
+    selected = {item.callspec.params["mark"].id for item in items if item.name.startswith("test_fails_without[")}
+    return {verdict.id: verdict for verdict in removals.prove(ROOT, selected)}
 
 
 @pytest.mark.parametrize("mark", FOUND, ids=[mark.id for mark in FOUND])
 def test_the_block_can_be_removed(mark: adaptations.Adaptation) -> None:
     """Without the block the file still parses; the registry has a test that proves the block."""
-    registry, _ = removals.read_registry(ROOT)
+    registry, _ = removals.read_registry(ROOT, FOUND)
     assert mark.id in registry
     source = (ROOT / mark.path).read_text(encoding="utf-8")
     assert len(removals.without_block(source, mark)) < len(source)
 
 
 @pytest.mark.slow  # the default run has each proving test on the whole tree, and the way of a proof (test_verdicts)
-@pytest.mark.timeout(3600)  # of a test alone: the queue before it counts too, and every proof has its own limit
+@pytest.mark.timeout(3600)  # of the first test, which waits for all proofs; every proof has its own limit
 @pytest.mark.parametrize("mark", FOUND, ids=[mark.id for mark in FOUND])
-def test_fails_without(mark: marks.Adaptation, verdicts: dict[str, Callable[[], removals.Verdict]]) -> None:
-    assert mark.id in verdicts, f"no entry in {removals.REGISTRY}"
-    verdict = verdicts[mark.id]()
+def test_fails_without(mark: marks.Adaptation, verdicts: dict[str, removals.Verdict]) -> None:
+    verdict = verdicts[mark.id]
     if verdict.is_proven is None:
         pytest.skip(verdict.why)
     assert verdict.is_proven, f"{verdict.test}: {verdict.why}"
@@ -157,6 +151,6 @@ def test_registry_mistakes_are_named(tmp_path: Path) -> None:
         "odd" = { test = "tests/test_pad.py::test_width", env = "gpu" }
         """)
     )
-    problems = "\n".join(removals.registry_problems(tmp_path, marks.collect(tmp_path)[0]))
+    problems = "\n".join(removals.read_registry(tmp_path, marks.collect(tmp_path)[0])[1])
     for expected in ("'pad' has no entry", '"gone" is not the id', "test_other, which is not there", '"odd" must be'):
         assert expected in problems

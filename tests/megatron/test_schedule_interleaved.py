@@ -102,10 +102,8 @@ def test_the_bubble_is_as_small_as_interleaving_allows_also_with_a_rest() -> Non
         assert _makespan(num_microbatches, num_chunks, num_stages) == work + 3 * (num_stages - 1)
 
 
-def _check_against_one_process(
-    groups: ProcessGroups, num_layers: int, sizes: list[int], is_mean: bool = False, group_size: int | None = None
-) -> None:
-    config = replace(toy_config(calculate_per_token_loss=not is_mean), microbatch_group_size_per_vp_stage=group_size)
+def _check_against_one_process(groups: ProcessGroups, num_layers: int, sizes: list[int], is_mean: bool = False) -> None:
+    config = toy_config(calculate_per_token_loss=not is_mean)
     batches = toy_batches(sizes)
     whole = ToyStage(config, range(num_layers))
     losses, outputs = [], []
@@ -151,9 +149,6 @@ def _stages(num_stages: int, num_chunks: int, num_layers: int, layouts: list[dic
         for sizes in ([5], [4, 7], [3, 1, 6, 2, 4], [2, 3, 1, 2, 4, 1, 2, 3, 1]):
             _check_against_one_process(groups, num_layers, sizes)
         _check_against_one_process(groups, num_layers, [3, 3, 3, 3], is_mean=True)
-        _check_against_one_process(groups, num_layers, [3, 2, 4, 1, 5, 2, 2], group_size=num_stages + 1)
-        with pytest.raises(ValueError, match=f"per_vp_stage is 1; it must be at least the {num_stages}"):
-            _check_against_one_process(groups, num_layers, [3], group_size=1)
         destroy_model_parallel()
 
 

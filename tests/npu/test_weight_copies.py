@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.npu.test_graphs import build_npu
 from tests.vllm.test_graphs import captured_sizes, results_of
-from tests.vllm.test_update_shards import cut
+from tests.vllm.test_update_shards import cut, write_tiles
 from tests.vllm.test_update_weights import digests
 from tests.vllm.tiny import TINY, random_weights, write_checkpoint
 from vllm import LLM
@@ -91,7 +91,7 @@ def test_every_update_renews_the_copies_in_place(path: str, way: str, tmp_path: 
     elif way == "update_weights":
         llm.update_weights(new.items())
     else:
-        llm.update_weight_shards(cut(new), version=1)
+        write_tiles(llm, cut(new), version=1)
     assert_copies_follow(llm, seed=1)
     assert [copy.data_ptr() for copy in copies_of(llm)] == addresses and captured_sizes(llm) == [8]
     assert results_of(llm)[0] == results_of(build_npu(write_checkpoint(tmp_path, seed=1)))[0] != old

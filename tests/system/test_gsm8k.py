@@ -13,7 +13,7 @@ import pytest
 
 from recipes.common.tokenizer import CHATML, write_tokenizer
 from tests.pages import ROOT
-from tools.workshop.bench.models import qwen3_config, write_checkpoint
+from tools.workshop.bench.models import model_config, write_checkpoint
 from verl.trainer.config.override_text import override
 from verl.utils.net_utils import free_ports
 
@@ -49,7 +49,7 @@ def test_a_model_of_ones_own_trains_resumes_and_is_exported(tmp_path: Path, widt
     if not (DATA / "gsm8k_train.jsonl").is_file():
         pytest.skip(f"{DATA} has no GSM8K")
     model = tmp_path / "model"
-    write_checkpoint(qwen3_config() | {"bos_token_id": 0, "eos_token_id": 2} | widths, "bfloat16", model)
+    write_checkpoint(model_config("qwen3_0.6b") | {"bos_token_id": 0, "eos_token_id": 2} | widths, "bfloat16", model)
     rows = [json.loads(line) for line in (DATA / "gsm8k_train.jsonl").read_text(encoding="utf-8").splitlines()]
     texts = [row[key] for row in rows for key in ("question", "answer")]
     write_tokenizer(texts, model, vocab_size=16000, model_max_length=4096, form=CHATML)

@@ -17,27 +17,23 @@ TINY = "--threads 1 --num-prompts 4 --prompt-lengths 2 5 --new-tokens 8"
 
 
 @pytest.mark.parametrize(
-    ("ops", "of_both", "of_ours", "failing"),
+    ("ops", "works", "failing"),
     [
         pytest.param(
             "--rollout-ops vllm.ops.reference:rollout_ops",
-            ["mixed", "shared", "prefill"],
-            ["host_growth"],
+            ["mixed", "shared", "unshared", "prefill"],
             ["vllm"],
             marks=pytest.mark.slow,
         ),
-        # Our kernels, compiled anew, which a step of ours runs; text and growth, which host_growth has.
-        pytest.param(
-            "", ["mixed", "shared", "prefill", "host3"], ["growth", "host_growth"], [], marks=pytest.mark.slow
-        ),
+        # Our kernels, compiled anew, which a step of ours runs; and text.
+        pytest.param("", ["mixed", "shared", "unshared", "prefill", "host3"], [], marks=pytest.mark.slow),
     ],
 )
 def test_rollout_beside_transformers(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     ops: str,
-    of_both: list[str],
-    of_ours: list[str],
+    works: list[str],
     failing: list[str],
 ) -> None:
     """An engine that fails is reported, and the others go on."""
@@ -45,11 +41,10 @@ def test_rollout_beside_transformers(
     python.write_text("#!/bin/sh\necho there is nothing here >&2\nexit 1\n")
     python.chmod(0o755)
     file = tmp_path / "report.json"
-    works = f"--works {' '.join(of_both + of_ours)} --host-sequences 3 --long-prompt 12 --samples 2"
-    growth = "--growth-sequences 1 --growth-tokens 24"
+    sizes = f"--works {' '.join(works)} --host-sequences 3 --long-prompt 12 --samples 2"
     engines = f"--engines {' '.join(failing)} ours transformers --vllm-python {python} --variants eager,grouped_mm"
     options = f"{TINY} --checkpoints tiny --dtype float32 {engines}"
-    status = rollout.main(f"{options} {ops} {works} {growth} --rounds 1 --starts 1 --json {file}".split())
+    status = rollout.main(f"{options} {ops} {sizes} --rounds 1 --starts 1 --json {file}".split())
     [found] = json.loads(file.read_text())
     assert status == bool(failing) and list(found["failures"]) == failing
     printed = capsys.readouterr().out
@@ -57,13 +52,12 @@ def test_rollout_beside_transformers(
     assert ("nothing" in printed) == bool(failing)
     both = ["ours", "transformers"]
     kinds = [(row["engine"], row["work"]) for row in found["rows"]]
-    assert kinds == [(e, w) for w in of_both for e in both] + [("ours", work) for work in of_ours]
+    assert kinds == [(engine, work) for work in works for engine in both]
     for row in found["rows"]:
         assert row["tokens_per_s"] > 0 and row["peak_bytes"] > 0 and row["cpu_seconds"][0] > 0
         assert row["work"] == "prefill" or 0 < row["host_us"] < row["step_us"]
-    assert found["rows"][-1]["growth"]["to"] == 24
     assert {start["engine"] for start in found["starts"] if start["ready_seconds"]} == set(both)
-    assert "lead over transformers, shared / mixed" in printed
+    assert "gain by sharing prompts, ours" in printed
 
 
 @pytest.mark.slow
@@ -112,20 +106,19 @@ def test_prompts_are_the_same_for_a_seed_and_new_for_another() -> None:
     assert all(2 <= len(ids) <= 9 and min(ids) >= 2 and max(ids) < 64 for ids in first)
 
 
-def test_figures_are_medians_and_growth_compares_both_ends() -> None:
+def test_figures_are_medians() -> None:
     def round_(seconds: float) -> dict[str, Any]:
-        host = [100] * 50 + [120] * 50
         return {
             "seconds": seconds,
             "cpu_seconds": seconds,
             "peak_bytes": 7,
             "num_tokens": 100,
             "step_us": [1000] * 100,
-            "host_us": host,
-            "host_cpu_us": host,
+            "host_us": [110] * 100,
+            "host_cpu_us": [100] * 100,
         }
 
-    works = [Work("mixed", 1, 4, 4, new_tokens=100), Work("growth", 1, 4, 4, new_tokens=100)]
+    work = Work("mixed", 1, 4, 4, new_tokens=100)
     measured = [
         {
             "engine": engine,
@@ -135,7 +128,6 @@ def test_figures_are_medians_and_growth_compares_both_ends() -> None:
             "others_cores": [0.0, 0.5, 1.0],
         }
         for engine, scale in (("ours", 1.0), ("other", 3.0))
-        for work in works
     ]
     found = report(
         raw=CHECKPOINTS["tiny"],
@@ -144,10 +136,9 @@ def test_figures_are_medians_and_growth_compares_both_ends() -> None:
         measured=measured,
         started=[{"engine": "ours", "ready_seconds": [1.0, 1.0], "first_token_seconds": [3.0, 2.0]}],
         machine=[{"bytes_per_s": 1e9, "flops_per_s": 1e9}] * 3,
-        variants={},
         failures={},
     )
     assert found["rows"][0]["tokens_per_s"] == 50 and found["rows"][0]["others_cores"] == 0.5
-    assert found["rows"][1]["growth"] == {"from": 25, "to": 100, "wall": pytest.approx(0.2), "cpu": pytest.approx(0.2)}
+    assert found["rows"][0]["host_us"] == 110
     assert found["ratios"]["mixed: ours / other, tokens per second"] == pytest.approx(3)
     assert found["starts"][0]["warm_first_token_seconds"] == 2

@@ -20,7 +20,7 @@ from verl.trainer.config import validate_config
 from verl.trainer.config.trainer import TrainerConfig
 from verl.trainer.ppo.sample_records import SampleRecords
 from verl.workers import megatron_workers
-from verl.workers.sharding_manager import megatron_vllm
+from verl.workers.weight_sync import rollout_mode
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "observing.md").read_text(encoding="utf-8")
 
@@ -62,7 +62,7 @@ def test_fields_and_spans_are_those_of_the_code() -> None:
     written = inspect.getsource(SampleRecords)
     assert all(f'"{name}":' in written for name in fields)
     table = PAGE[PAGE.index("| call | parts |") :].split("\n\n")[0]
-    code = inspect.getsource(megatron_workers) + inspect.getsource(megatron_vllm)
+    code = inspect.getsource(megatron_workers) + inspect.getsource(rollout_mode)
     for name in re.findall(r"`(\w+)`", table):
         if name != "async_save":
             assert f'"{name}"' in code or f"def {name}(" in code, f"no span {name}"

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from tools.workshop.reference.__main__ import EXIT_DIFFERENT, PAGE, main, problems
-from tools.workshop.reference.parameters import FREE_SECTIONS, REFERENCE_ENGINE, Parameter, attributes, sections
-from verl.trainer.config.load import known_keys
+from tools.workshop.reference.parameters import FREE_SECTIONS, REFERENCE_ENGINE, Parameter, meanings_in, sections
+from verl.trainer.config.declared import declared_keys
+from verl.workers.config import rollout
 
 
 @pytest.fixture(scope="module")
@@ -22,18 +23,19 @@ def test_the_page_is_current_and_no_key_lacks_a_meaning() -> None:
 
 
 def test_every_key_of_the_config_is_there_once(found: dict[str, Parameter]) -> None:
-    expected = {key for key in known_keys() if not key.startswith(REFERENCE_ENGINE)}
+    expected = {key for key in declared_keys() if not key.startswith(REFERENCE_ENGINE)}
     expected |= {f"{section}.{key}" for section, keys in FREE_SECTIONS.items() for key in keys}
     assert found.keys() == expected
-    rows = re.findall(r"^\| `\w+` \|", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    tables = PAGE.read_text(encoding="utf-8").partition("\n## `")[2].partition("\n## Keys of upstream's scripts")[0]
+    rows = re.findall(r"^\| `[\w.]+` \|", tables, flags=re.MULTILINE)
     assert len(rows) == len(expected)
 
 
-def test_no_docstring_speaks_of_a_key_that_is_not_there() -> None:
-    from verl.workers.config import ActorConfig, RolloutConfig
-
-    for cls in (ActorConfig, RolloutConfig):
-        assert attributes(cls.__doc__).keys() <= set(cls.__dataclass_fields__)
+def test_every_meaning_stands_above_its_key() -> None:
+    found = meanings_in(Path(rollout.__file__).read_text(encoding="utf-8"))
+    fields = {**rollout.RolloutConfig.__dataclass_fields__, **rollout.SamplingConfig.__dataclass_fields__}
+    assert found.keys() == fields.keys() - {"val_kwargs", "profiler"}
+    assert found["cudagraph_capture_sizes"].endswith("up to ``max_num_seqs``, on an NPU ``max_num_seqs`` alone.")
 
 
 @pytest.mark.parametrize(

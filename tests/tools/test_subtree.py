@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shutil
 import subprocess
 import tarfile
 import zipfile
@@ -19,8 +20,8 @@ from tests.tools.subtree_repos import ROOT, commit, export, git, repository, sta
 from tools import marks
 from tools.subtree import api, compare, manifest, snapshot
 from tools.workshop import adaptations
+from verl.trainer.config.declared import other_names
 from verl.trainer.config.fixed_keys import FIXED_KEYS
-from verl.trainer.config.upstream_keys import MOVED_KEYS
 from verl.workers.config import McoreEngineConfig, overrides
 
 MINIMAL = 'name = "up"\nurl = "u"\nlicence = "MIT"\nsubtree = "ours"\nupstream_root = "pkg"\ntag = "v1"\n'
@@ -111,7 +112,7 @@ def test_every_upstream_with_a_folder_has_a_recorded_api_of_the_pinned_version_a
 def test_every_mirrored_option_is_a_key_or_a_flag_here() -> None:
     engine = "actor_rollout_ref.actor.megatron"
     fields = {field.name for field in dataclasses.fields(McoreEngineConfig)}
-    keys = overrides.TRANSFORMER_OVERRIDES.keys() | {key.rpartition(".")[2] for key in (*FIXED_KEYS, *MOVED_KEYS)}
+    keys = overrides.TRANSFORMER_OVERRIDES.keys() | {key.rpartition(".")[2] for key in (*FIXED_KEYS, *other_names())}
     converters = (convert_ckpt_deepseek3, convert_ckpt_deepseek3_mcore2hf)
     flags = "".join(tool_help(converter) for converter in converters)
     for item in (manifest.load("mindspeed"), manifest.load("mindspeed_llm")):
@@ -197,7 +198,7 @@ def test_import_records_the_api_and_rebase_of_our_own_code_only_reports(tmp_path
     up = upstream(tmp_path / "up")
     root = repository(tmp_path / "repo")
     write(root / "pkg/helpers.py", "def kept(x): ...\n")
-    text = MINIMAL.replace('"ours"', '"pkg"') + 'mirrored = ["helpers.py", "old_name.py"]\n'
+    text = MINIMAL.replace('"ours"', '"pkg"') + 'mirrored = ["helpers.py", "old_name.py", "gone.py"]\n'
     write(root / "third_party/up.toml", text)
     commit(root, "ours")
     tool(root, "import", "up", "--upstream", str(up))
@@ -209,8 +210,12 @@ def test_import_records_the_api_and_rebase_of_our_own_code_only_reports(tmp_path
     for line in (
         "renamed   old_name.py -> new_name.py",
         "new       brand_new.py",
+        "deleted   gone.py",
+        "gone.py is gone: correct 'mirrored' in third_party/up.toml",
+        "old_name.py is new_name.py now: correct 'mirrored'",
         "deleted   helpers.py: used_by_us",
         "changed   helpers.py: kept",
+        "    to   (x, scale=)",
         "+moved_3 = 333",
         "our own code",
     ):
@@ -218,10 +223,34 @@ def test_import_records_the_api_and_rebase_of_our_own_code_only_reports(tmp_path
     assert state(root) == before
     shown = tool(root, "rebase", "up", "--tag", "v1.4", "--upstream", str(export(up, "v1.4", tmp_path / "plain")))
     assert "deleted   helpers.py: used_by_us" in shown and "not by text" in shown
-    assert "has no old_name.py: correct 'mirrored'" in tool(
+    shown = tool(root, "rebase", "up", "--tag", "v7", "--upstream", str(up), code=1)
+    assert "has no 'v7': its newest tags are" in shown
+    assert "has no old_name.py, gone.py: correct 'mirrored'" in tool(
         root, "import", "up", "--tag", "v1.4", "--upstream", str(up), code=1
     )
-    write(root / "third_party/up.toml", text.replace("old_name", "new_name"))
+    write(root / "third_party/up.toml", text.replace("old_name", "new_name").replace(', "gone.py"', ""))
     tool(root, "import", "up", "--tag", "v1.4", "--upstream", str(up))
     item = manifest.load("up", root / "third_party")
     assert (item.tag, item.commit) == ("v1.4", git(up, "rev-parse", "v1.4"))
+
+
+def test_a_rebase_fetches_both_versions_of_the_manifests_url_into_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    up, root = upstream(tmp_path / "up"), tmp_path / "repo"
+    text = MINIMAL.replace('"u"', f'"file://{up}"') + 'mirrored = ["*.py"]\n'
+    write(root / "third_party/up.toml", text)
+    shown = tool(root, "rebase", "up", "--tag", "v1.1")
+    assert "1 mirrored module(s) with another text" in shown and "deleted" not in shown
+    shutil.rmtree(up)
+    assert "1 mirrored module(s) with another text" in tool(root, "rebase", "up", "--tag", "v1.1")
+    assert "nothing changes in what we mirror" in tool(root, "rebase", "up", "--tag", "v1")
+
+
+def test_without_a_recorded_api_one_version_alone_is_refused(tmp_path: Path) -> None:
+    root, up = tmp_path / "repo", tmp_path / "plain"
+    write(root / "third_party/up.toml", MINIMAL + 'mirrored = ["a.py"]\n')
+    write(up / "pkg/a.py", "def f(x): ...\n")
+    shown = tool(root, "rebase", "up", "--tag", "v2", "--upstream", str(up), code=1)
+    assert "record the pinned one first" in shown

@@ -28,18 +28,23 @@ from verl.trainer.config import (
     validate_config,
     without_effect_block,
 )
+from verl.trainer.config.declared import declared_keys, other_names
 from verl.trainer.config.fixed_keys import FIXED_KEYS
-from verl.trainer.config.load import _NOT_OF_REFERENCE, known_keys
 from verl.trainer.config.model_keys import _FIELDS as MODEL_KEYS
 from verl.trainer.config.override_text import override
-from verl.trainer.config.upstream_keys import ASYNC_KEYS, MOVED_KEYS, REPLACED_VALUES, REPLACED_WITHOUT_CUDA
+from verl.trainer.config.upstream_keys import ASYNC_KEYS, REPLACED_VALUES, REPLACED_WITHOUT_CUDA
 from verl.workers.config import overrides
-from verl.workers.config.values import Section
+from verl.workers.config.keys import Section
 from vllm.engine.arg_utils import EngineArgs
 
 ROOT = Path(__file__).resolve().parents[2]
 ACTOR, REF = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.ref.megatron"
 OVERRIDE = f"{ACTOR}.override_transformer_config"
+NOT_OF_REFERENCE = {
+    key.removeprefix(f"{REF}."): item.key.not_of_reference
+    for key, item in declared_keys().items()
+    if key.startswith(f"{REF}.") and item.key.not_of_reference
+}
 RUNNABLE = ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1", "trainer.n_gpus_per_node=1")
 # Keys of which only one value can run, whatever else is set -> another value, which is refused.
 ONE_VALUE = {
@@ -54,7 +59,6 @@ ONLY_CHECKS_OR_SHOWS = {
     "validate.py",
     "checks.py",
     "load.py",
-    "idle_keys.py",
     "preflight.py",
     "print_plan.py",
     "run_changes.py",
@@ -155,7 +159,7 @@ def _keys_read_by_code() -> set[str]:
 
 
 def test_every_key_of_the_schema_is_acted_on_or_checked() -> None:
-    keys = {key for key in known_keys() if not key.startswith(REF)}
+    keys = {key for key in declared_keys() if not key.startswith(REF)}
     acted_on = keys & (_keys_read_by_code() | IN_PATHS | FOLLOWED.keys())
     assert keys - acted_on - ONE_VALUE.keys() == set()
     for key, follower in FOLLOWED.items():
@@ -166,9 +170,8 @@ def test_every_key_of_the_schema_is_acted_on_or_checked() -> None:
             given += ["trainer.schedule=fully_async", "actor_rollout_ref.hybrid_engine=False", "rollout.nnodes=1"]
         assert any(key.rpartition(".")[2] in problem for problem in validate_config(load_config(given))), key
     sections = (overrides.TRANSFORMER_OVERRIDES, overrides.DDP_OVERRIDES, overrides.OPTIMIZER_OVERRIDES)
-    in_sections = sum(map(len, sections)) + len(overrides.MODEL_OVERRIDES) + len(overrides.LIMIT_OVERRIDES)
-    in_sections += len(MOVED_KEYS) + len(ASYNC_KEYS)
-    without_effect = len(FIXED_KEYS) + len(MODEL_KEYS) + len(_NOT_OF_REFERENCE)
+    in_sections = sum(map(len, sections)) + len(overrides.MODEL_OVERRIDES) + len(other_names()) + len(ASYNC_KEYS)
+    without_effect = len(FIXED_KEYS) + len(MODEL_KEYS) + len(NOT_OF_REFERENCE)
     refusing = sum(bool(accepted) and set(accepted) != {True, False} for accepted, _ in FIXED_KEYS.values())
     counts = (
         f"{len(acted_on) + in_sections} are acted on, {without_effect} are without effect, "
@@ -210,12 +213,11 @@ def test_every_key_that_has_another_place_arrives_there() -> None:
     moved = load_config([f"+{OVERRIDE}.swap_optimizer=True", "actor_rollout_ref.ref.load_weight=False"])
     assert moved.actor_rollout_ref.actor.megatron.swap_optimizer
     assert moved.actor_rollout_ref.actor.load_weight and not moved.actor_rollout_ref.ref.megatron.load_weight
-    assert set(MOVED_KEYS.values()) <= known_keys().keys()
-    for key, values in (REPLACED_VALUES | REPLACED_WITHOUT_CUDA).items():
-        for value, (_, reason) in values.items():
-            assert _taken(f"+{key}={value}")[key] == reason
-            with_cuda = _taken(f"+{key}={value}", "trainer.device=cuda", "actor_rollout_ref.actor.use_kl_loss=True")
-            assert (key in with_cuda) == (key in REPLACED_VALUES)
+    assert set(other_names().values()) <= declared_keys().keys()
+    for key, (value, _, reason) in (REPLACED_VALUES | REPLACED_WITHOUT_CUDA).items():
+        assert _taken(f"+{key}={value}")[key] == reason
+        with_cuda = _taken(f"+{key}={value}", "trainer.device=cuda", "actor_rollout_ref.actor.use_kl_loss=True")
+        assert (key in with_cuda) == (key in REPLACED_VALUES)
     with pytest.raises(ConfigError, match="swap_optimizer is False and .*swap_optimizer is True, which mean the same"):
         load_config([f"+{OVERRIDE}.swap_optimizer=False", f"{ACTOR}.swap_optimizer=True"])
     with pytest.raises(ConfigError, match="the reference starts from the actor's weights"):
@@ -354,9 +356,9 @@ def test_every_key_of_the_reference_is_read_or_must_be_the_actors_or_is_reported
     """``megatron_workers.py`` builds the reference's model from what it reads here."""
     read = {"dtype", "seed", "fix_router", "use_dist_checkpointing", "dist_checkpointing_path", "load_weight"}
     read |= {"override_transformer_config"}
-    keys = {key.removeprefix(f"{REF}.") for key in known_keys() if key.startswith(f"{REF}.")}
-    reported = _NOT_OF_REFERENCE.keys()
-    for key, reason in _NOT_OF_REFERENCE.items():
+    keys = {key.removeprefix(f"{REF}.") for key in declared_keys() if key.startswith(f"{REF}.")}
+    reported = NOT_OF_REFERENCE.keys()
+    for key, reason in NOT_OF_REFERENCE.items():
         assert _taken(f"{REF}.{key}={'{}' if 'ddp' in key else 'False'}") == {f"{REF}.{key}": reason}
     assert _taken(f"{ACTOR}.grad_offload=True", f"{ACTOR}.param_offload=True") == {}
     for key in keys - read - reported:

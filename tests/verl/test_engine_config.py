@@ -206,10 +206,6 @@ def test_state_on_the_host_and_in_small_dtypes_reaches_the_optimizer() -> None:
             f"{TRANSFORMER}={{cp_comm_type:a2a}} {ENGINE}.context_parallel_size=8",
             "num_attention_heads 4 does not divide over tensor_model_parallel_size 1 times context_parallel_size 8",
         ),
-        (
-            f"{TRANSFORMER}.microbatch_group_size_per_vp_stage=1 {ENGINE}.pipeline_model_parallel_size=2",
-            "must be at least the 2 pipeline stages",
-        ),
         (f"{ENGINE}.virtual_pipeline_model_parallel_size=2", "chunks need at least 2 stages"),
         (f"{ENGINE}.context_parallel_size=3", "world size 8 is not a multiple of TP 1 x PP 1 x CP 3"),
         (f"{ENGINE}={{moe_tp_extend_ep:true,expert_tensor_parallel_size:2}}", "exclude each other"),
@@ -233,9 +229,10 @@ def test_state_on_the_host_and_in_small_dtypes_reaches_the_optimizer() -> None:
         (f"{ACTOR}.router_replay.mode=R3", "set actor_rollout_ref.rollout.enable_rollout_routing_replay=True"),
         (
             "actor_rollout_ref.model.override_config.moe_config.freeze=True",
-            "moe_config.freeze is not known here; known: freeze_moe_router",
+            "moe_config.freeze is not known here; known: max_position_embeddings, "
+            "model_config.max_position_embeddings, moe_config.freeze_moe_router",
         ),
-        ("actor_rollout_ref.model.override_config.vision_config=1", "known: moe_config.freeze_moe_router"),
+        ("actor_rollout_ref.model.override_config.vision_config=1", "known: max_position_embeddings"),
     ],
 )
 def test_a_wrong_value_is_told(model_path: Path, override: str, told: str) -> None:

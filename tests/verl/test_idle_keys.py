@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
+from collections.abc import Iterator
 
 import pytest
 
 from tests.verl.composed import composed
 from verl.trainer.config import compose_config, resolve_config, validate_config
-from verl.trainer.config.idle_keys import IDLE_RULES
+from verl.trainer.config.declared import declared_keys
+from verl.workers.config.keys import Idle
 
+PROFILED = ("actor_rollout_ref.actor.profiler.enable=True",)
 ACTOR, REF, ROLLOUT = (f"actor_rollout_ref.{role}" for role in ("actor", "ref", "rollout"))
 MODEL, ENGINE, OPTIM = "actor_rollout_ref.model", f"{ACTOR}.megatron", f"{ACTOR}.optim"
 OVERRIDE, STATE = f"{ENGINE}.override_transformer_config", f"{OPTIM}.override_optimizer_config"
@@ -70,11 +72,6 @@ CASES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     (f"{OVERRIDE}.recompute_modules=[mlp]", (FULL,), (f"{OVERRIDE}.recompute_granularity=selective",)),
     (f"{OVERRIDE}.tp_comm_overlap=True", (), (f"{ENGINE}.tensor_model_parallel_size=2",)),
     (f"{OVERRIDE}.cp_comm_type=a2a", (), (f"{ENGINE}.context_parallel_size=2",)),
-    (
-        f"{OVERRIDE}.microbatch_group_size_per_vp_stage=4",
-        (),
-        (f"{ENGINE}.virtual_pipeline_model_parallel_size=2",),
-    ),
     (f"{OVERRIDE}.mtp_loss_scaling_factor=0.3", (), (f"{OVERRIDE}.mtp_num_layers=1",)),
     (f"{OVERRIDE}.moe_aux_loss_coeff=0.1", (f"{OVERRIDE}.moe_router_load_balancing_type=none",), ()),
     (f"{OVERRIDE}.moe_router_load_balancing_type=seq_aux_loss", (), (f"{OVERRIDE}.moe_aux_loss_coeff=0.1",)),
@@ -103,6 +100,9 @@ CASES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("trainer.resume_from_path=/x", (), ("trainer.resume_mode=resume_path",)),
     ("trainer.log_samples_rows=3", (), ("trainer.log_samples_freq=2",)),
     ("trainer.interrupt_grace_s=3", ("trainer.save_on_interrupt=False",), ()),
+    ("global_profiler.steps=[1]", (), PROFILED),
+    (f"{ACTOR}.profiler.ranks=[1]", (), PROFILED),
+    (f"{ROLLOUT}.profiler.ranks=[1]", PROFILED, (*PROFILED, "trainer.schedule=fully_async")),
 ]
 
 
@@ -125,11 +125,21 @@ def test_each_is_reported_without_its_setting_and_not_with_it(reasons: dict[int,
         assert given.partition("=")[0].lstrip("+") not in _reasons(*acting, given), given
 
 
-def test_every_rule_and_every_pattern_has_a_case(reasons: dict[int, str]) -> None:
-    keys = {given.partition("=")[0].lstrip("+") for given, _, _ in CASES}
-    assert {rule.reason for rule in IDLE_RULES} == set(reasons.values())
-    for rule in IDLE_RULES:
-        assert any(fnmatchcase(key, pattern) for key in keys for pattern in rule.keys), rule
+def _declared() -> Iterator[tuple[str, str, Idle]]:
+    """Each key with each of its rules and the section that the rule speaks of; the reference has the actor's rules."""
+    for key, item in declared_keys().items():
+        yield from ((key, where, rule) for where, rule in item.idle)
+        section = key.rpartition(".")[0]
+        for name, member in item.key.members.items():
+            yield from ((f"{key}.{name}", section, rule) for rule in member.idle)
+
+
+def test_every_rule_has_a_case_and_every_case_a_rule_of_its_key(reasons: dict[int, str]) -> None:
+    told = {rule.reason.replace("{where}", where) for key, where, rule in _declared() if f"{REF}.megatron" not in key}
+    assert told == set(reasons.values())
+    for index, reason in reasons.items():
+        key = CASES[index][0].partition("=")[0].lstrip("+")
+        assert any(name == key and rule.reason.replace("{where}", where) == reason for name, where, rule in _declared())
 
 
 def test_keys_that_only_follow_others_are_not_reported() -> None:

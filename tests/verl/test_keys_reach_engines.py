@@ -14,7 +14,7 @@ from hf_formats.config import load_hf_config
 from tests.mindspeed_llm.tiny import tiny_hf_config
 from tests.verl.composed import composed
 from verl.trainer.config import PPOTrainerConfig, load_config, typed_config
-from verl.trainer.config.load import known_keys
+from verl.trainer.config.declared import declared_keys
 from verl.workers.config import overrides
 from verl.workers.engine_setup import ddp_config, model_fields, optimizer_config, trained_model
 from verl.workers.rollout.vllm_rollout import vllm_rollout_spmd
@@ -80,7 +80,6 @@ ELSEWHERE = {
     **dict.fromkeys(("load_weight", "seed"), "tests/verl/test_start_weights.py"),
     "sequence_parallel": "tests/verl/test_accepted_keys.py",  # one value
     "mtp_num_layers": "tests/megatron/test_mtp.py",
-    "main_params_dtype": "tests/verl/test_engine_config.py",  # one value
     **dict.fromkeys(("name", "mode"), "tests/verl/test_accepted_keys.py"),  # one value
     **dict.fromkeys(("n", "prompt_length", "calculate_log_probs"), "tests/verl/test_trainer.py"),
     **dict.fromkeys(
@@ -141,7 +140,7 @@ def _keys() -> dict[str, Any]:
     """Every key of the engines' sections with its default, and every key of their free sections."""
     plain = dataclasses.asdict(load_config())
     found: dict[str, Any] = {}
-    for key in known_keys():
+    for key in declared_keys():
         if key.startswith((f"{ENGINE}.", f"{OPTIM}.", f"{ROLLOUT}.")) and ".profiler." not in key:
             value: Any = plain
             for part in key.split("."):
@@ -153,7 +152,7 @@ def _keys() -> dict[str, Any]:
         (f"{ENGINE}.override_ddp_config", overrides.DDP_OVERRIDES),
         (STATE, overrides.OPTIMIZER_OVERRIDES),
     ):
-        found |= {f"{section}.{key}": False if values.accepts(True) else 1 for key, values in known.items()}
+        found |= {f"{section}.{key}": False if values.checks[0].accepts(True) else 1 for key, values in known.items()}
     return found
 
 

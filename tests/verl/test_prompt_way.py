@@ -34,7 +34,7 @@ from verl.workers.megatron_workers import ActorRolloutRefWorker
 from verl.workers.reward_manager.pooled import PendingScores, PooledRewardManager
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
 from verl.workers.row_store import RowStore
-from verl.workers.sharding_manager.megatron_vllm import MegatronVLLMShardingManager
+from verl.workers.weight_sync.rollout_mode import RolloutMode
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
@@ -204,8 +204,8 @@ def a_step(root: str) -> tuple[dict[str, str], list[str]]:
     trainer.workers = OneProcess(config)
     trainer.use_workers()
     one_hop = (
-        MegatronVLLMShardingManager.__enter__,
-        MegatronVLLMShardingManager.__exit__,
+        RolloutMode.__enter__,
+        RolloutMode.__exit__,
         Worker.execute,
         MegatronPPOActor.compute_log_prob,
         MegatronPPOActor.update_policy,

@@ -19,7 +19,8 @@ from verl.workers.config import RolloutConfig
 from verl.workers.rollout.rollout_messages import PROMPT, SAMPLE, VERSIONS
 from verl.workers.rollout.vllm_rollout.sample_stream import SampleStream
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import all_rank_shards, vLLMRollout
-from verl.workers.sharding_manager.weight_sync import WeightSync
+from verl.workers.weight_sync.plan import build_plan
+from verl.workers.weight_sync.sync import WeightSync
 
 NUM_TRAINING, NUM_ROLLOUT = 2, 2
 LAYOUT = ParallelLayout(NUM_TRAINING, 1, 2)
@@ -80,12 +81,9 @@ def rank(path: str) -> Any:
             rollouts[-1].resume(["kv_cache"])
     results = []
     for is_moved in (False, True):
-        syncs = [
-            WeightSync(
-                hf, LAYOUT, torch.float32, rollout_shards, group, device, bucket_bytes=128 << 10, ranks_per_node=2
-            )
-            for _ in range(2)
-        ]
+        sizes = {"bucket_bytes": 128 << 10, "ranks_per_node": 2}
+        plan = build_plan(hf, LAYOUT, torch.float32, rollout_shards, group.size(), **sizes)
+        syncs = [WeightSync(plan, rollout_shards.get(group.rank(), {}), group, device) for _ in range(2)]
         streams = [SampleStream(rollout) for rollout in rollouts]
         place, parts = 0, []
         for version in range(3):

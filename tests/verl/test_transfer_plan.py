@@ -18,8 +18,8 @@ from mindspeed_llm.weight_plan import owner_ranks
 from tests.mindspeed_llm.test_weight_plan import DEEPSEEK_V3, LAYOUTS
 from tests.mindspeed_llm.tiny import tiny_hf_config, tiny_qwen3_config
 from tests.vllm.fp8_tiny import WIDE
-from verl.workers.sharding_manager.transfer_plan import TransferPlan, aligned, build_plan
-from verl.workers.sharding_manager.weight_transfer import rank_rounds
+from verl.workers.weight_sync.plan import TransferPlan, aligned, build_plan
+from verl.workers.weight_sync.rank_rounds import rank_rounds
 from vllm.config import ParallelConfig
 from vllm.model_executor.model_loader.rank_shards import RankShards, rank_shards
 from vllm.transformers_utils.config import load_config
@@ -110,7 +110,7 @@ def test_every_element_comes_once_from_an_owner(name: str, kind: str, tmp_path: 
 def test_what_the_trainer_lacks_is_named_before_anything_moves(tmp_path: Path) -> None:
     config = tiny_hf_config(n_routed_experts=8)
     rollout_shards = rank_shards_of(tiny_hf_config(n_routed_experts=12), tmp_path, (1, 1, False), 1)
-    with pytest.raises(ValueError, match=r"the training model has no model\.layers\.1\.mlp\.experts\.8\."):
+    with pytest.raises(ValueError, match=r"training ranks hold 0 elements of model\.layers\.1\.mlp\.experts\.8\."):
         build_plan(
             parse_hf_config(config),
             ParallelLayout(),

@@ -27,8 +27,9 @@ from verl.trainer.config import (
     resolve_config,
     validate_config,
 )
+from verl.trainer.config.declared import other_names
 from verl.trainer.config.override_text import override
-from verl.trainer.config.upstream_keys import ASYNC_KEYS, MOVED_KEYS, list_of_names
+from verl.trainer.config.upstream_keys import ASYNC_KEYS, list_of_names
 
 FOLDER = Path(__file__).parent / "upstream_scripts"
 # The module of a script -> the one that runs it here.
@@ -84,7 +85,7 @@ def test_every_value_of_a_script_arrives_or_is_reported(name: str) -> None:
         given[parsed.get_key_element().lstrip("+")] = parsed.value()
     assert len(given) > 35
     for key, value in given.items():
-        key = MOVED_KEYS.get(key, key)
+        key = other_names().get(key, key)
         if key in reported or key in ASYNC_KEYS or (key, value) == ("data.train_batch_size", 0):
             continue  # these: test_accepted_keys.py
         found: Any = resolved

@@ -22,7 +22,8 @@ from tests.published import smollm2
 from tests.vllm.fp8_tiny import WIDE
 from verl.workers.config import RolloutConfig
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
-from verl.workers.sharding_manager.weight_sync import WeightSync
+from verl.workers.weight_sync.plan import build_plan
+from verl.workers.weight_sync.sync import WeightSync
 from vllm.model_executor.model_loader.digest import differences
 
 BUCKET = 128 << 10
@@ -52,16 +53,10 @@ def sync_of(path: str, layout: ParallelLayout, dtype: torch.dtype, rollout: vLLM
     """`first`: the first rank that generates."""
     group = dist.group.WORLD
     assert group is not None
-    return WeightSync(
-        load_hf_config(path),
-        layout,
-        dtype,
-        {rank: rollout.rank_shards(rank) for rank in range(first, dist.get_world_size())},
-        group,
-        torch.device("cpu"),
-        bucket_bytes=BUCKET,
-        ranks_per_node=2,
-    )
+    hf, size = load_hf_config(path), group.size()
+    shards = {rank: rollout.rank_shards(rank) for rank in range(first, size)}
+    plan = build_plan(hf, layout, dtype, shards, size, bucket_bytes=BUCKET, ranks_per_node=2)
+    return WeightSync(plan, shards.get(group.rank(), {}), group, torch.device("cpu"))
 
 
 def synced(path: str, sizes: dict[str, Any], dtype_name: str, settings: dict[str, Any], first: int) -> dict[str, Any]:
@@ -79,7 +74,7 @@ def synced(path: str, sizes: dict[str, Any], dtype_name: str, settings: dict[str
     assert not is_rollout or rollout.inference_engine.policy_version == 2
     rollout.inference_engine.update_weights(whole_weights(path, dtype).items(), 3)
     differing = differences(rollout.shard_digests(), found) if is_rollout else []
-    received = sum(sum(round_.received_bytes) for round_ in sync.transfer.rounds)
+    received = sum(sum(round_.received_bytes) for round_ in sync.rounds)
     plan_says = sync.plan.traffic()
     assert plan_says.received[rank] <= received <= plan_says.received[rank] + 8 * len(sync.plan.transfers)
     return {"differences": differing, "received": int(plan_says.received[rank]), "held": int(plan_says.held[rank])}
@@ -198,7 +193,7 @@ def flipped(path: str, sizes: dict[str, Any], num_flips: int) -> list[str]:
     sync = sync_of(path, layout, torch.bfloat16, rollout, 0)
     sync.run(params, rollout, 1)
     generator = torch.Generator().manual_seed(0)  # the same choices everywhere
-    sums = sync.transfer.sums_N
+    sums = sync.sums_N
     missed = []
     for _ in range(num_flips):
         victim = int(torch.randint(dist.get_world_size(), (), generator=generator))
@@ -224,8 +219,8 @@ def shard_part(rollout: vLLMRollout, draw: int) -> tuple[str, Tensor]:
     views = rollout.inference_engine.core.worker.model.weight_views
     shards = [item for name, view in views.items() for item in view.shards(name)]
     name, shard = shards[draw % len(shards)]
-    assert isinstance(shard.values, Tensor)
-    return name, shard.values
+    assert isinstance(shard.memory, Tensor)
+    return name, shard.memory
 
 
 def flip(part: Tensor, element: int, bit: int) -> None:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from hf_formats.ranges import Ranges
 from tests.mindspeed_llm.tiny import tiny_hf_config, write_tiny_checkpoint
 from tests.parallel.launcher import run_ranks
 from tests.parallel.test_grpo_step import ENGINE, config_overrides
 from verl.trainer.config import load_config
 from verl.workers.megatron_workers import ActorRolloutRefWorker
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
-from vllm.model_executor.model_loader.digest import WeightDigest
-from vllm.model_executor.model_loader.shard_writer import WeightUpdate
+from vllm.model_executor.model_loader.shard_writer import ShardWriter
 
 ROLLOUT = "actor_rollout_ref.rollout"
 WRONG = "model.layers.1.mlp.experts.2.down_proj.weight"
@@ -25,16 +27,18 @@ WRONG = "model.layers.1.mlp.experts.2.down_proj.weight"
 class WronglyHolding(vLLMRollout):
     """One bit of one weight is wrong in memory."""
 
-    def update_weight_shards(self, updates: Iterable[WeightUpdate], version: int) -> dict[str, WeightDigest]:
-        found = super().update_weight_shards(updates, version)
-        if WRONG not in found:
-            return found
-        _, shard = next(self.inference_engine.core.worker.model.weight_views[WRONG].shards(WRONG))
-        assert isinstance(shard.values, torch.Tensor)
+    @contextmanager
+    def update_weight_shards(self, version: int) -> Iterator[ShardWriter]:
+        with super().update_weight_shards(version) as writer:
+            yield writer
+        if WRONG not in writer.digests:
+            return
+        memory = self.inference_engine.core.worker.model.weight_views[WRONG].memory
+        assert isinstance(memory, Tensor)
         # A view of the same element size, because some backends store matrices transposed.
-        bits = shard.values.view({1: torch.uint8, 2: torch.int16}[shard.values.element_size()])
+        bits = memory.view({1: torch.uint8, 2: torch.int16}[memory.element_size()])
         bits[3, 5] ^= 0x40
-        return self.shard_digests()
+        writer.digests = self.shard_digests()
 
 
 class WronglyReceiving(vLLMRollout):
@@ -42,16 +46,20 @@ class WronglyReceiving(vLLMRollout):
 
     changed = ""
 
-    def update_weight_shards(self, updates: Iterable[WeightUpdate], version: int) -> dict[str, WeightDigest]:
-        return super().update_weight_shards(map(self._once_changed, updates), version)
+    @contextmanager
+    def update_weight_shards(self, version: int) -> Iterator[ShardWriter]:
+        with super().update_weight_shards(version) as writer:
+            write = writer.write
 
-    def _once_changed(self, part: WeightUpdate) -> WeightUpdate:
-        if self.changed or part.total is not None:
-            return part
-        self.changed = part.hf_name
-        values = part.values.clone(memory_format=torch.contiguous_format)
-        values.view(torch.uint8)[(-1,) * values.dim()] ^= 0x40  # the highest byte: no rounding takes it away
-        return part._replace(values=values)
+            def write_once_changed(name: str, ranges: Ranges, values: Tensor, total: Tensor | None = None) -> None:
+                if not self.changed and total is None:
+                    self.changed = name
+                    values = values.clone(memory_format=torch.contiguous_format)
+                    values.view(torch.uint8)[(-1,) * values.dim()] ^= 0x20  # of the highest byte: no rounding hides it
+                write(name, ranges, values, total)
+
+            writer.write = write_once_changed  # type: ignore[method-assign]
+            yield writer
 
 
 def sync(model_dir: str, world_size: int, settings: list[str]) -> tuple[int, int, list[str], str]:
@@ -62,13 +70,13 @@ def sync(model_dir: str, world_size: int, settings: list[str]) -> tuple[int, int
     worker.init_model()
     rollout: Any = worker.rollout
     for _ in range(2):
-        with worker.sharding_manager:
+        with worker.rollout_mode:
             version, count = rollout.inference_engine.policy_version, len(rollout.shard_digests())
     errors = []
     for kind in (WronglyHolding, WronglyReceiving):
         rollout.release()
         rollout.__class__ = kind
-        with pytest.raises(RuntimeError) as error, worker.sharding_manager:
+        with pytest.raises(RuntimeError) as error, worker.rollout_mode:
             pass
         errors.append(str(error.value))
     return version, count, errors, rollout.changed

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,7 @@ from verl.workers.actor import MegatronPPOActor
 from verl.workers.megatron_workers import ActorRolloutRefWorker
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
 from verl.workers.row_store import worker_batch
-from vllm.model_executor.model_loader.digest import WeightDigest
-from vllm.model_executor.model_loader.shard_writer import WeightUpdate
+from vllm.model_executor.model_loader.shard_writer import ShardWriter
 
 # What holds device memory when a call to the rollout engine ends.
 MEMORY_ORDER = [
@@ -55,10 +55,11 @@ class WatchedRollout(vLLMRollout):
         super().resume(tags)
         self._note(f"resume {tags[0]}")
 
-    def update_weight_shards(self, updates: Iterable[WeightUpdate], version: int) -> dict[str, WeightDigest]:
-        digests = super().update_weight_shards(updates, version)
+    @contextmanager
+    def update_weight_shards(self, version: int) -> Iterator[ShardWriter]:
+        with super().update_weight_shards(version) as writer:
+            yield writer
         self._note("update_weight_shards")
-        return digests
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         output = super().generate_sequences(prompts)

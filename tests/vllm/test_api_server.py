@@ -449,7 +449,7 @@ def test_no_request_survives_a_failed_step_and_none_hangs(checkpoint: str) -> No
     with serve_in_background(llm, ARGS) as server, client_of(server.url) as client:
         stream = client.completions.create(model=MODEL, prompt="long", stream=True, **LONG)
         next(iter(stream))
-        llm.core.worker.kv_caches.clear()
+        llm.core.worker.cache.caches.clear()
         with pytest.raises(openai.APIError, match="the engine failed"):
             list(stream)
         wait_until(lambda: server.uvicorn.should_exit and server.has_failed)

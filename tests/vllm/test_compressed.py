@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.parallel.launcher import run_ranks
 from tests.vllm.test_lifecycle import build, tokens_of
-from tests.vllm.test_update_shards import cut
+from tests.vllm.test_update_shards import cut, write_tiles
 from tests.vllm.test_update_weights import digests
 from tests.vllm.tiny import TINY, random_weights, write_checkpoint
 from vllm.model_executor.layers.fused_moe import FusedMoE
@@ -165,7 +165,7 @@ def test_an_engine_answers_as_with_plain_weights(enforce_eager: bool, tmp_path: 
             if version == 2:
                 llm.update_weights(weights_of(version).items())
             else:
-                llm.update_weight_shards(cut(weights_of(version), 170, 230), version=version)
+                write_tiles(llm, cut(weights_of(version), 170, 230), version=version)
         assert tokens_of(compressed) == tokens_of(plain) != first
         assert num_uncompressed(compressed) == version % 2
         assert not differences(digests(weights_of(version)), compressed.shard_digests())
@@ -185,7 +185,7 @@ def test_an_engine_answers_as_with_plain_weights(enforce_eager: bool, tmp_path: 
 def test_a_flipped_bit_shows_and_an_update_must_be_whole(tmp_path: Path) -> None:
     llm = build(write_checkpoint(tmp_path, **LARGE), dtype="bfloat16")
     slices = list(cut(weights_of(2), 170, 230))
-    llm.update_weight_shards(slices, version=1)
+    write_tiles(llm, slices, version=1)
     before = llm.shard_digests()
     moe = next(module for module in llm.core.worker.model.modules() if isinstance(module, FusedMoE))
     assert isinstance(moe.w13, CompressedWeight)
@@ -193,7 +193,7 @@ def test_a_flipped_bit_shows_and_an_update_must_be_whole(tmp_path: Path) -> None
     assert len(differences(before, llm.shard_digests())) == 1
     some = next(part for part in slices if part.hf_name == WIDE_NAME)
     with pytest.raises(ValueError, match=rf"{WIDE_NAME} \(\d+ of 524288 elements came\)"):
-        llm.update_weight_shards([part for part in slices if part is not some], version=2)
+        write_tiles(llm, [part for part in slices if part is not some], version=2)
 
 
 def run_both(path: str, layouts: list[dict[str, Any]]) -> list[tuple[list[list[int]], list[list[int]], bool]]:

@@ -44,8 +44,8 @@ def shard_bytes(view: WeightView, is_fp8: bool, itemsize: int) -> int:
     """Bytes of a rank's shard in the file; an FP8 weight has a scale for each block that the shard touches."""
     if view.parameter is None:
         return 0
-    sizes = [stop - start for start, stop in view.ranges()]
-    num_scales = [num_blocks(stop) - start // 128 for start, stop in view.ranges()]
+    sizes = [stop - start for start, stop in view.ranges]
+    num_scales = [num_blocks(stop) - start // 128 for start, stop in view.ranges]
     return torch.Size(sizes).numel() * (1 if is_fp8 else itemsize) + 4 * is_fp8 * torch.Size(num_scales).numel()
 
 

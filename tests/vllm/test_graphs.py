@@ -135,9 +135,9 @@ def test_layers_of_a_cpu_capture_share_memory_and_its_replays_follow_the_inputs(
 def test_padding_writes_into_its_own_blocks_only(path: str) -> None:
     eager, graphs = build(path), build(path, **GRAPHS)
     results_of(eager, 5), results_of(graphs, 5)
-    num_blocks = eager.core.worker.num_gpu_blocks
-    assert graphs.core.worker.num_gpu_blocks == num_blocks
-    for (pages,), (graph_pages,) in zip(eager.core.worker.kv_caches, graphs.core.worker.kv_caches, strict=True):
+    num_blocks = eager.core.worker.cache.num_blocks
+    assert graphs.core.worker.cache.num_blocks == num_blocks
+    for (pages,), (graph_pages,) in zip(eager.core.worker.cache.caches, graphs.core.worker.cache.caches, strict=True):
         torch.testing.assert_close(graph_pages[:num_blocks], pages, rtol=0, atol=1e-5)
         scratch = graph_pages[num_blocks:].flatten(0, 1)
         assert len(scratch) == 8  # a slot for each row of the largest graph
@@ -172,7 +172,7 @@ def test_sleep_drops_the_graphs_and_all_they_hold(path: str) -> None:
     llm = build(path, **GRAPHS)
     expected, _ = results_of(llm)
     for level in (2, 1, 2):
-        pool, caches = platform_of(llm).pools[-1], [weakref.ref(cache[0]) for cache in llm.core.worker.kv_caches]
+        pool, caches = platform_of(llm).pools[-1], [weakref.ref(cache[0]) for cache in llm.core.worker.cache.caches]
         llm.sleep(level)
         gc.collect()
         assert captured_sizes(llm) == [] and pool.num_released == pool.num_captures == 1

@@ -69,7 +69,7 @@ def test_the_block_count_never_changes(tmp_path: Path) -> None:
         llm.sleep(1)
         llm.wake_up()
         assert llm.get_memory_report()["num_gpu_blocks"] == num_blocks
-        assert all(len(pages) == num_blocks for (pages,) in llm.core.worker.kv_caches)
+        assert all(len(pages) == num_blocks for (pages,) in llm.core.worker.cache.caches)
         assert tokens_of(llm) == expected
 
 

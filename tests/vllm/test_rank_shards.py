@@ -63,5 +63,5 @@ def test_every_rank_of_every_layout(name: str, quantization: str | None, tmp_pat
             owned = dict(item for name, view in views.items() for item in view.shards(name))
             assert rank_shards(hf, config, torch.float32, quantization) == owned
             for name, shard in owned.items():
-                assert shard.values is not None and shard.values.shape == shard.shape, name
-                assert shard.values.dtype == shard.dtype, name
+                assert shard.memory.shape == shard.shape, name
+                assert shard.memory.dtype == shard.dtype, name

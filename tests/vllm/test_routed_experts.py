@@ -121,7 +121,7 @@ def test_without_the_option_nothing_is_kept(path: str, tmp_path: Path) -> None:
     llm = LLM(path, skip_tokenizer_init=True, max_model_len=32, max_num_seqs=2)
     (output,) = llm.generate(as_inputs([[5, 6]]), SamplingParams(max_tokens=3))
     assert output.outputs[0].routed_experts is None
-    assert len(llm.core.worker.kv_caches) == TINY["num_hidden_layers"]
+    assert len(llm.core.worker.cache.caches) == TINY["num_hidden_layers"]
     write_tiny_checkpoint(tmp_path, tiny_qwen3_config())
     with pytest.raises(ValueError, match="enable_return_routed_experts=True: Qwen3ForCausalLM has no experts"):
         LLM(str(tmp_path), skip_tokenizer_init=True, enable_return_routed_experts=True)

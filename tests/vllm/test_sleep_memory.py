@@ -31,7 +31,7 @@ def num_tensors() -> int:
 
 def fill_cache(llm: LLM) -> None:
     """Zeroed pages are not resident until something writes them, as a full cache would have."""
-    for cache in llm.core.worker.kv_caches:
+    for cache in llm.core.worker.cache.caches:
         for pages in cache:
             pages.fill_(1)
 

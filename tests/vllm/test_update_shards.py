@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,27 +14,42 @@ from tests.vllm.fp8_tiny import WIDE, fp8_tensors
 from tests.vllm.test_lifecycle import build, tokens_of
 from tests.vllm.test_update_weights import EXPERT, digests
 from tests.vllm.tiny import TINY, random_weights, write_checkpoint
-from vllm.model_executor.model_loader.digest import differences
-from vllm.model_executor.model_loader.shard_writer import WeightUpdate
+from vllm import LLM
+from vllm.model_executor.model_loader.digest import WeightDigest, differences
 
 
-def cut(weights: dict[str, Tensor], rows: int = 17, columns: int = 23) -> Iterator[WeightUpdate]:
+class Tile(NamedTuple):
+    hf_name: str
+    starts: tuple[int, ...]
+    values: Tensor
+
+
+def write_tiles(llm: LLM, tiles: Iterable[Tile], version: int) -> dict[str, WeightDigest]:
+    """Update the weights; returns the digests taken on the way."""
+    with llm.update_weight_shards(version) as writer:
+        for name, starts, values in tiles:
+            stops = (start + size for start, size in zip(starts, values.shape, strict=True))
+            writer.write(name, tuple(zip(starts, stops, strict=True)), values)
+    return writer.digests
+
+
+def cut(weights: dict[str, Tensor], rows: int = 17, columns: int = 23) -> Iterator[Tile]:
     """Every weight in tiles, the last first."""
     for name, weight in reversed(weights.items()):
         for first in range(0, len(weight), rows):
             band = weight[first : first + rows]
             if weight.dim() == 1:
-                yield WeightUpdate(name, (first,), band)
+                yield Tile(name, (first,), band)
                 continue
             for column in range(0, weight.shape[1], columns):
-                yield WeightUpdate(name, (first, column), band[:, column : column + columns])
+                yield Tile(name, (first, column), band[:, column : column + columns])
 
 
 def test_slices_are_the_weights(tmp_path: Path) -> None:
     llm = build(write_checkpoint(tmp_path / "old"), enable_prefix_caching=True, block_size=4)
     expected = tokens_of(build(write_checkpoint(tmp_path / "new", seed=1)))
     new = random_weights(TINY, seed=1)
-    arrived = llm.update_weight_shards(cut(new), version=7)
+    arrived = write_tiles(llm, cut(new), version=7)
     assert llm.policy_version == 7 and tokens_of(llm) == expected
     assert not differences(digests(new), llm.shard_digests()) and arrived == llm.shard_digests()
 
@@ -42,10 +57,10 @@ def test_slices_are_the_weights(tmp_path: Path) -> None:
 def test_fp8_slices_come_quantised(tmp_path: Path) -> None:
     llm = build(write_checkpoint(tmp_path, **WIDE), quantization="fp8")
     stored = fp8_tensors(random_weights(WIDE, seed=1))
-    llm.update_weight_shards(cut(stored), version=1)
+    write_tiles(llm, cut(stored), version=1)
     assert not differences(digests(stored), llm.shard_digests())
     with pytest.raises(ValueError, match="quantise before it is cut"):
-        llm.update_weight_shards(cut(random_weights(WIDE)), version=2)
+        write_tiles(llm, cut(random_weights(WIDE)), version=2)
 
 
 SLICES = list(cut(random_weights(TINY, seed=1)))
@@ -56,9 +71,9 @@ SLICES = list(cut(random_weights(TINY, seed=1)))
     [
         (lambda s: s[1:], r"lm_head.weight \(9849 of 10240 elements came\)"),
         (lambda s: [*s, s[3]], "came before in this update"),
-        (lambda s: [*s, WeightUpdate("model.layers.0.nonsense", (0,), torch.zeros(1))], "nonsense is unknown"),
-        (lambda s: [*s, WeightUpdate(EXPERT, (31, 60), torch.zeros(2, 2))], r"slice \(\(31, 33\), \(60, 62\)\) came"),
-        (lambda s: [*s, WeightUpdate(EXPERT, (0,), torch.zeros(2))], "has 2 dimensions"),
+        (lambda s: [*s, Tile("model.layers.0.nonsense", (0,), torch.zeros(1))], "nonsense is unknown"),
+        (lambda s: [*s, Tile(EXPERT, (31, 60), torch.zeros(2, 2))], r"slice \(\(31, 33\), \(60, 62\)\) came"),
+        (lambda s: [*s, Tile(EXPERT, (0,), torch.zeros(2))], "has 2 dimensions"),
         (lambda s: [s[0]._replace(values=s[0].values.to(torch.int32)), *s[1:]], "is torch.int32"),
         (
             lambda s: [s[0]._replace(values=s[0].values / 0), *s[1:]],
@@ -70,9 +85,9 @@ SLICES = list(cut(random_weights(TINY, seed=1)))
 def test_a_failed_update_leaves_an_engine_that_refuses(change: Any, message: str, tmp_path: Path) -> None:
     llm = build(write_checkpoint(tmp_path))
     with pytest.raises(ValueError, match=message):
-        llm.update_weight_shards(change(SLICES), version=1)
+        write_tiles(llm, change(SLICES), version=1)
     assert llm.policy_version == 0
     with pytest.raises(RuntimeError, match="failed update"):
         tokens_of(llm)
-    llm.update_weight_shards(SLICES, version=1)
+    write_tiles(llm, SLICES, version=1)
     assert len(tokens_of(llm)) == 6

@@ -22,7 +22,7 @@ from tools.doctor.finding import Finding
 from vllm.model_executor.model_loader.digest import slice_digest
 from vllm.ops.contract import SamplingBatch
 from vllm.v1.sample.rng import exponential_noise, position_keys, vocab_keys
-from vllm.v1.worker.worker import copy_blocks
+from vllm.v1.worker.cache_memory import copy_blocks
 from vllm_ascend.ops import rollout_ops
 
 TIMES_SLOWER = 10  # than a plain op on as many bytes: then it hardly runs on the vector cores

@@ -52,29 +52,27 @@ class Stack:
     torch_npu: str
     cann: str
     driver: str
-    evidence: str
 
 
 @dataclass(frozen=True)
 class JobNeeds:
     """The needs of one config: devices and free memory of every node, free disk where the run writes.
 
-    ``recipe`` is the folder of the config; ``device`` is npu, cuda, or any for a config that runs without one.
+    ``device`` is npu, cuda, or any for a config that runs without one.
     """
 
     config: str
-    recipe: str
-    device: str
-    num_devices: int
-    memory_gib: int
-    disk_gib: int
-    evidence: str
+    device: str = "any"
+    num_devices: int = 0
+    memory_gib: int = 8
+    disk_gib: int = 10
 
 
 def load_table(path: Path = TABLE) -> tuple[list[Stack], list[JobNeeds]]:
     """Both parts of the table."""
     table = tomllib.loads(path.read_text(encoding="utf-8"))
-    return [Stack(**row) for row in table["stack"]], [JobNeeds(**row) for row in table["job"]]
+    stacks, jobs = table["stack"].items(), table["job"].items()
+    return [Stack(name, **row) for name, row in stacks], [JobNeeds(config, **row) for config, row in jobs]
 
 
 def stack_of_torch(version: str | None) -> Stack:

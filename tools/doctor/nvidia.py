@@ -12,7 +12,8 @@ from pathlib import Path
 from tools.doctor import nvidia_links
 from tools.doctor.finding import Finding, JobNeeds
 from tools.doctor.host import version_of
-from tools.doctor.nvidia_smi import SLOWDOWNS, Gpu, SmiError, is_present, numbers, query_gpus, run, table
+from tools.doctor.nvidia_smi import SLOWDOWNS, Gpu, SmiError, is_present, query_gpus, run, table
+from vllm_ascend.versions import numbers
 
 GPU_DAY = "python -m tools.workshop.gpu_day --out DIR"
 SET_UP = "run bash tools/setup_env.sh"

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm_ascend.versions import numbers
+
 DEVICES = Path("/dev")
 TIMEOUT_S = 30
 # What slows a GPU down beside its power limit and its load. Names since driver 535.
@@ -74,8 +76,3 @@ def query_gpus() -> list[Gpu]:
 def table(text: str) -> Iterator[list[str]]:
     """The rows of a query with ``--format=csv,noheader``."""
     return ([cell.strip() for cell in row] for row in csv.reader(text.splitlines()) if row)
-
-
-def numbers(version: str) -> tuple[int, ...]:
-    """The numbers in a version."""
-    return tuple(int(part) for part in re.findall(r"\d+", version))

@@ -29,7 +29,7 @@ def fetch_model(name: str, hub: str, output_dir: Path, with_weights: bool) -> Pa
     directory = output_dir / "hub" / name.replace("/", "--")
     if (directory / _COMPLETE).is_file():
         return directory
-    source = Source("a model", "", name, name, "", is_dataset=False)
+    source = Source("a model", name, use="", modelscope=name, is_dataset=False)
     patterns = (*DESCRIPTION, "*.safetensors") if with_weights else DESCRIPTION
     try:
         download(Request(source, hub, patterns, None, directory))

@@ -11,7 +11,8 @@ from typing import Any
 PROFILES = Path(__file__).with_name("devices")
 KINDS = {"ascend": "npu", "cuda": "cuda", "cpu": "cpu"}  # family of a device -> trainer.device
 FAMILIES = tuple(KINDS)
-LINKS = ("domain_link", "scale_out_link")
+_LINK_KEYS = ("domain_link", "scale_out_link")
+LINKS = ("node", "domain", "cluster")  # between two devices, by what they have in common
 GIB = 1 << 30
 RESERVED_BYTES = {"ascend": 4 << 30, "cuda": 2 << 30, "cpu": 0}  # of the driver and contexts: modelled
 
@@ -84,6 +85,12 @@ class DeviceProfile:
         """Rate between device and host memory, one direction."""
         return self.host_link_gbs * 1e9
 
+    def slowest_link(self, first: int, last: int) -> str:
+        """What joins the devices of ranks from ``first`` to ``last``: one of ``LINKS``."""
+        if first // self.devices_per_node == last // self.devices_per_node:
+            return "node"
+        return "domain" if first // self.domain_devices == last // self.domain_devices else "cluster"
+
 
 def known_devices() -> list[str]:
     """Names that ``load_device`` takes."""
@@ -107,15 +114,15 @@ def load_device(device: str) -> DeviceProfile:
         raise ValueError(f"{path} is not TOML: {error}") from None
     if problems := _problems(raw):
         raise ValueError(f"{path} has {len(problems)} problem(s):\n" + "\n".join(f"  - {line}" for line in problems))
-    return DeviceProfile(**{**raw, **{key: Link(**raw[key]) for key in LINKS}})
+    return DeviceProfile(**{**raw, **{key: Link(**raw[key]) for key in _LINK_KEYS}})
 
 
 def _problems(raw: dict[str, Any]) -> list[str]:
     found = _unknown_or_missing(raw, DeviceProfile)
     if raw.get("family", FAMILIES[0]) not in FAMILIES:
         found.append(f"family is {raw['family']!r}; expected one of {', '.join(FAMILIES)}")
-    numbers = {key: value for key, value in raw.items() if key not in ("name", "family", *LINKS)}
-    for key in [key for key in LINKS if key in raw]:
+    numbers = {key: value for key, value in raw.items() if key not in ("name", "family", *_LINK_KEYS)}
+    for key in [key for key in _LINK_KEYS if key in raw]:
         if isinstance(raw[key], dict):
             found += _unknown_or_missing(raw[key], Link, f"{key}.")
             numbers |= {f"{key}.{name}": value for name, value in raw[key].items()}

@@ -60,22 +60,25 @@ class _Run:
     def __init__(self, ranks: Mapping[int, _Rank]) -> None:
         self.ranks = ranks
         self.found: list[str] = []
-        self.active = deque(ranks)
         self.sent: dict[tuple[int, int], deque[PhaseCall]] = defaultdict(deque)  # (source, target) -> messages
-        self.blocked_on: dict[int, set[int]] = defaultdict(set)  # source of a message -> who waits for it
         # (members, number of the group's collective) -> rank -> its call
         self.waiting: dict[tuple[tuple[int, ...], int], dict[int, PhaseCall]] = defaultdict(dict)
 
     def problems(self) -> list[str]:
         """The problems of the whole run, or as many as are shown."""
-        while self.active and len(self.found) < MAX_SHOWN:
-            rank = self.active.popleft()
-            state = self.ranks[rank]
-            while not state.is_done:
-                is_message = state.calls[state.at][1].kind in POINT_TO_POINT
-                if not (self._exchange(rank, state) if is_message else self._collective(rank, state)):
-                    break
+        while len(self.found) < MAX_SHOWN and any(self._advance(rank) for rank in self.ranks):
+            pass
         return self.found or self._stuck()
+
+    def _advance(self, rank: int) -> bool:
+        """Make the calls of ``rank`` as far as it can; whether it got further or has posted something."""
+        state = self.ranks[rank]
+        before = state.at, state.num_posted
+        while not state.is_done:
+            is_message = state.calls[state.at][1].kind in POINT_TO_POINT
+            if not (self._exchange(rank, state) if is_message else self._collective(rank, state)):
+                break
+        return (state.at, state.num_posted) != before
 
     def _collective(self, rank: int, state: _Rank) -> bool:
         """Come to a collective; whether the other members have come too, which ends it for all."""
@@ -91,8 +94,6 @@ class _Run:
             other = self.ranks[member]
             other.counts[call.ranks] = key[1] + 1
             other.at += 1
-            if member != rank:
-                self.active.append(member)
         return True
 
     def _exchange(self, rank: int, state: _Rank) -> bool:
@@ -104,14 +105,12 @@ class _Run:
             phase, call = state.calls[end]
             if call.kind == "send" and end >= state.num_posted:
                 self.sent[rank, call.peer].append((phase, call))
-                self.active.extend(self.blocked_on.pop(rank, ()))
             end += 1
         state.num_posted = end
         for phase, call in state.calls[state.at : end]:
             if call.kind == "recv":
                 arrived = self.sent[call.peer, rank]
                 if not arrived:
-                    self.blocked_on[call.peer].add(rank)
                     return False
                 from_phase, message = arrived.popleft()
                 if (from_phase, message.sent, message.dtype) != (phase, call.received, call.dtype):

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import log, prod, sqrt
-from typing import Any
 
 from hf_formats.config import HFModelConfig
 from hf_formats.layer_tensors import layer_tensors
@@ -69,9 +68,32 @@ class ModelWork:
 @lru_cache(maxsize=64)
 def model_work(hf: HFModelConfig) -> ModelWork:
     """The work of ``hf``; multi-token-prediction modules are not counted."""
-    hidden = hf.hidden_size
+
+    def size(prefix: str, is_moe: bool) -> float:
+        tensors = layer_tensors(hf, is_moe, experts=(0,))
+        return float(sum(prod(x.shape) for x in tensors if len(x.shape) == 2 and x.name.startswith(prefix)))
+
+    heads, hidden = hf.num_attention_heads, hf.hidden_size
+    if hf.is_mla:
+        shards, cache = 1, hf.kv_lora_rank + hf.qk_rope_head_dim
+        score = 2.0 * heads * (hf.qk_head_dim + hf.v_head_dim)
+        absorbed_score = 2.0 * heads * (cache + hf.kv_lora_rank)
+    else:
+        shards, cache = hf.num_key_value_heads, 2 * hf.num_key_value_heads * hf.head_dim
+        score = absorbed_score = 4.0 * heads * hf.head_dim
+    layer = LayerWork(
+        attention=size("self_attn.", False),
+        dense_mlp=size("mlp.", False),
+        expert=size("mlp.experts.", True),
+        shared=size("mlp.shared_experts.", True),
+        router=size("mlp.gate.", True),
+        score=score,
+        absorbed_score=absorbed_score,
+        cache=cache,
+        cache_shards=shards,
+    )
     return ModelWork(
-        layer=LayerWork(**_matrices(hf), **(_latent_scores(hf) if hf.is_mla else _grouped_query_scores(hf))),
+        layer=layer,
         num_layers=hf.num_hidden_layers,
         num_dense=hf.num_hidden_layers - hf.num_moe_layers,
         num_experts=hf.n_routed_experts,
@@ -103,37 +125,3 @@ def busiest_rank(num_experts: int, num_ranks: int, load_spread: float) -> float:
     if num_ranks <= 1 or not num_experts:
         return 1.0
     return 1.0 + load_spread * sqrt(num_ranks / num_experts) * sqrt(2.0 * log(num_ranks))
-
-
-def _matrices(hf: HFModelConfig) -> dict[str, Any]:
-    def size(prefix: str, is_moe: bool) -> float:
-        tensors = layer_tensors(hf, is_moe, experts=(0,))
-        return float(sum(prod(x.shape) for x in tensors if len(x.shape) == 2 and x.name.startswith(prefix)))
-
-    return {
-        "attention": size("self_attn.", False),
-        "dense_mlp": size("mlp.", False),
-        "expert": size("mlp.experts.", True),
-        "shared": size("mlp.shared_experts.", True),
-        "router": size("mlp.gate.", True),
-    }
-
-
-def _latent_scores(hf: HFModelConfig) -> dict[str, Any]:
-    heads, cache = hf.num_attention_heads, hf.kv_lora_rank + hf.qk_rope_head_dim
-    return {
-        "score": 2.0 * heads * (hf.qk_head_dim + hf.v_head_dim),
-        "absorbed_score": 2.0 * heads * (cache + hf.kv_lora_rank),
-        "cache": cache,
-        "cache_shards": 1,
-    }
-
-
-def _grouped_query_scores(hf: HFModelConfig) -> dict[str, Any]:
-    score, groups = 4.0 * hf.num_attention_heads * hf.head_dim, hf.num_key_value_heads
-    return {
-        "score": score,
-        "absorbed_score": score,
-        "cache": 2 * groups * hf.head_dim,
-        "cache_shards": groups,
-    }

@@ -8,9 +8,17 @@ from pathlib import Path
 
 from hf_formats.files import write_text
 from tools.plan.devices import GIB
-from tools.plan.figures import holders_svg, memory_svg, owners_svg, size_text, time_colours, time_svg
+from tools.plan.figures import host_svg, memory_svg, size_text, time_colours, time_svg
 from tools.plan.rank_plan import RankPlan
-from tools.plan.tables import TextTable, call_table, launch_table, layout_text, time_table
+from tools.plan.tables import (
+    TextTable,
+    call_table,
+    launch_table,
+    layout_text,
+    phase_table,
+    state_table,
+    time_table,
+)
 from tools.plan.timing import StepTime
 from tools.plan.whole import PROCESS_BYTES, WholePlan
 from tools.report.page import page_style, tiles
@@ -41,7 +49,7 @@ def write_page(plan: WholePlan, step: StepTime, path: Path) -> None:
         lines = "".join(f"<li>{escape(problem)}</li>" for problem in plan.problems)
         body += f'<h2>What stops it</h2><div class="card"><ul>{lines}</ul></div>'
     if plan.stages:
-        body += _memory(plan) + _owners(plan)
+        body += _memory(plan)
     body += _table(time_table(step), time_svg(step), time_colours(step))
     if plan.stages:
         body += _table(call_table(plan))
@@ -84,7 +92,7 @@ def _count(number: int) -> str:
 
 
 def _memory(plan: WholePlan) -> str:
-    """The phases of each stage, and for the fullest device the same bars by owner."""
+    """The phases of each stage by owner, and the tables of both."""
     budget = plan.run.device.budget_bytes
     figures = ""
     for first, last, rank in _alike(plan.stages):
@@ -92,11 +100,15 @@ def _memory(plan: WholePlan) -> str:
         fullest = f"rank {rank.rank}, fullest in {escape(rank.peak.name)}: {size_text(rank.peak.peak_bytes)}"
         title = f'<div><b>{which}</b> <span class="muted small">{fullest}</span></div>'
         figures += f'<div class="card">{title}{memory_svg(rank, budget)}</div>'
+    is_host = plan.run.device.family == "cpu"  # whose devices are the host
+    if not is_host and any(rank.host_bytes for rank in plan.stages):
+        note = f"of one rank of each stage; {PROCESS_BYTES / GIB:.0f} GiB of its process not counted"
+        figures += f'<div class="card"><b>Host</b> <span class="muted small">{note}</span>{host_svg(plan.stages)}</div>'
     return (
-        "<h2>Device memory over a step</h2>"
-        '<p class="muted small">A bar is a phase: dark is what lies there after it, light the most while it goes on; '
-        f"the line is what a device has, {size_text(budget)}. Stages that differ by less than 3% share a figure, which "
-        f'is that of the fullest.</p><div class="charts">{figures}</div>'
+        "<h2>Memory over a step</h2>"
+        '<p class="muted small">A bar is a phase, as high as its most, by what lies there; a device has '
+        f"{size_text(budget)}. Stages that differ by less than 3% share a figure, which is that of the fullest.</p>"
+        f'<div class="charts">{figures}</div>{_table(phase_table(plan))}{_table(state_table(plan))}'
     )
 
 
@@ -111,22 +123,6 @@ def _alike(stages: Sequence[RankPlan]) -> list[tuple[int, int, RankPlan]]:
         else:
             runs.append([rank])
     return [(run[0].coords.pp, run[-1].coords.pp, max(run, key=lambda each: each.peak.peak_bytes)) for run in runs]
-
-
-def _owners(plan: WholePlan) -> str:
-    worst = plan.worst
-    device = (
-        f"<b>Device of rank {worst.rank}</b> "
-        f'<span class="muted small">stage {worst.coords.pp}, the fullest; its bars above, by owner</span>'
-        f"{holders_svg(worst, plan.run.device.budget_bytes)}"
-    )
-    cards = [device]
-    if plan.run.device.family != "cpu":  # whose devices are the host
-        host = owners_svg([(rank.coords.pp, rank.host_state) for rank in plan.stages])
-        note = f"each stage's; {PROCESS_BYTES / GIB:.0f} GiB of its process not counted"
-        cards.append(f'<b>Host, of one rank</b> <span class="muted small">{note}</span>{host}')
-    shown = "".join(f'<div class="card">{card}</div>' for card in cards)
-    return f'<h2>Who holds it</h2><div class="charts">{shown}</div>'
 
 
 def _table(table: TextTable, figure: str = "", colours: Mapping[str, str] | None = None) -> str:

@@ -6,16 +6,20 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megatron.core.memory_ledger import ON_DEVICE, ON_HOST, LedgerEntry, ledger
 from megatron.core.parallel_layout import RankCoords
 from tools.plan.collectives import Collective, CollectiveLog
 from tools.plan.device import MemoryMeter, PlannedDevice
-from tools.plan.devices import KINDS, DeviceProfile
+from tools.plan.devices import KINDS, LINKS, DeviceProfile
 from tools.plan.launches import Launches
+from tools.plan.phase_calls import PhaseCalls, link_bytes
 from tools.plan.platform import PLATFORMS
-from tools.plan.repeated import RepeatedCalls, exact, repeated_within, steps, what_repeats
-from tools.plan.rollout import RolloutPlan, plan_rollout
+from tools.plan.rollout import plan_rollout
 from tools.plan.training import OLD, UPDATE, StepSize, batch_of, training_calls
 from tools.plan.worker import PhaseMemory, PlannedWorker
 from tools.plan.world import planned_rank, run_variables
@@ -24,7 +28,7 @@ from verl.utils.device import group_backend
 from vllm.distributed.parallel_state import GROUP_PREFIX
 from vllm.platforms import resolve_platform
 
-MANY = 4  # from so many micro-batches on, two small runs are quicker than another large one
+MOST_WHOLE = 4  # micro-batches of a call that is always run whole
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class RankPlan:
     device_state: dict[str, int]
     host_state: dict[str, int]
     phases: tuple[PhaseMemory, ...]
-    calls: tuple[RepeatedCalls, ...]
+    calls: tuple[PhaseCalls, ...]
     sync_bytes: dict[str, int]
     launches: tuple[Launches, ...] = ()
 
@@ -56,6 +60,13 @@ class RankPlan:
     def host_bytes(self) -> int:
         """Host memory of this rank's tensors."""
         return sum(self.host_state.values())
+
+
+class _Run(NamedTuple):
+    """A training call that was made. totals: int64 of the number of calls, bytes by ``LINKS``, number of launches."""
+
+    calls: tuple[Collective, ...]
+    totals: NDArray[np.int64]
 
 
 def plan_rank(config: PPOTrainerConfig, device: DeviceProfile, rank: int, size: StepSize) -> RankPlan:
@@ -75,15 +86,18 @@ def plan_rank(config: PPOTrainerConfig, device: DeviceProfile, rank: int, size: 
         worker.timeline.owners = worker.device_owners
         num_rows = config.gen_batch_size * config.actor_rollout_ref.rollout.n // config.rollout_replicas
         rollout = plan_rollout(worker, num_rows, size.prompt_length, size.response_length)
-        calls = [exact("weight_sync", rollout.sync_calls)]
+        calls = [PhaseCalls.of("weight_sync", rollout.sync_calls, rank, device)]
+        launches = []
         for name, step in (("prefill", rollout.prefill), ("decode", rollout.decode)):
             if step is not None:
-                calls.append(steps(name, step.calls, step.num_steps))
-        calls.append(exact("generate_end", rollout.closing_calls))
-        launches = _rollout_launches(rollout, worker.hf_config.num_hidden_layers) if kind == "npu" else []
+                calls.append(PhaseCalls.of(name, step.calls, rank, device, step.num_steps))
+                layers = worker.hf_config.num_hidden_layers
+                launches.append(Launches(name, "step", step.launches, step.num_steps, layers))
+        calls.append(PhaseCalls.of("generate_end", rollout.closing_calls, rank, device))
         for name in training_calls(config):
-            calls.append(_plan_update(worker, size) if name == UPDATE else _plan_call(worker, name, size))
-            launches += _training_launches(worker, name, size) if kind == "npu" else []
+            training, training_launches = _plan_training(worker, device, name, size)
+            calls.append(training)
+            launches += training_launches
         with worker.timeline.span("save"):
             worker.onload_training_state()
         worker.actor_module.onload_grads()
@@ -99,35 +113,8 @@ def plan_rank(config: PPOTrainerConfig, device: DeviceProfile, rank: int, size: 
             tuple(worker.timeline.phases),
             tuple(calls),
             rollout.sync_bytes,
-            tuple(launches),
+            tuple(launches) if kind == "npu" else (),
         )
-
-
-def _rollout_launches(rollout: RolloutPlan, layers: int) -> list[Launches]:
-    steps = (("prefill", "step", rollout.prefill), ("decode", "step", rollout.decode))
-    return [Launches(name, unit, cost.launches, cost.num_steps, layers) for name, unit, cost in steps if cost]
-
-
-def _training_launches(worker: PlannedWorker, name: str, size: StepSize) -> list[Launches]:
-    """Launches of a micro-batch, by what a second one adds, and of the rest of a call: an optimizer's step or none."""
-    rows, per_micro = _micro_batches(worker.run_config, name, size)
-    layout, unit = worker.groups.layout, _unit(worker)
-    counted = []
-    actor = worker.config.actor
-    worker.actor.config = replace(actor, ppo_epochs=1)
-    with worker.timeline.paused():
-        for count in (unit, 2 * unit):
-            before = worker.platform.planned.launches
-            _run(worker, name, count * per_micro, size)
-            counted.append(worker.platform.planned.launches - before)
-    worker.actor.config = actor
-    is_one = -(-rows // per_micro) == 1  # more rows do not make more micro-batches then
-    each, num_calls = counted[0] if is_one else (counted[1] - counted[0]) // unit, 1
-    if name == UPDATE:
-        num_calls = -(-worker.run_config.data.train_batch_size // actor.ppo_mini_batch_size) * actor.ppo_epochs
-    layers = len(list(layout.stage_layers(worker.groups.coords.pp, worker.hf_config.num_hidden_layers)))
-    micro = Launches(name, "micro-batch", each, -(-rows // per_micro) * num_calls, layers)
-    return [micro, Launches(name, "call", max(0, counted[0] - each * unit), num_calls, layers)]
 
 
 def buffer_bytes(kind: str, group: str) -> int:
@@ -137,72 +124,88 @@ def buffer_bytes(kind: str, group: str) -> int:
     return group_backend(kind).buffer_bytes(group)
 
 
-def _plan_call(worker: PlannedWorker, name: str, size: StepSize) -> RepeatedCalls:
-    """A training call with as many micro-batches as its pipeline holds at one time, and what every further one adds.
+def _plan_training(
+    worker: PlannedWorker, device: DeviceProfile, name: str, size: StepSize
+) -> tuple[PhaseCalls, list[Launches]]:
+    """A training call: a run with as many micro-batches as this rank holds at one time, whose memory is the call's, and
+    smaller ones that show what each further micro-batch and mini-batch adds, and how the stages' calls fit together.
 
-    The second of two runs has one micro-batch more (with virtual stages, one for each stage), and its additional calls
-    are those that every further one adds. In a deep pipeline two small runs show which of the calls these are.
+    Launches are those of a micro-batch, and those of the rest of a mini-batch: an optimizer's step or none.
+
+    Raises:
+        ValueError: micro-batches do not all add the same.
     """
     rows, per_micro = _micro_batches(worker.run_config, name, size)
-    total = -(-rows // per_micro)
-    num_stages = worker.groups.layout.pipeline_model_parallel_size
-    unit = _unit(worker)
-    in_flight = num_stages - worker.groups.coords.pp if name == UPDATE else 1
-    few = 2 * num_stages if unit > 1 else in_flight + 1
-    if total <= few + unit:
-        return exact(name, _run(worker, name, rows, size))
-    before = _run(worker, name, few * per_micro, size)
-    parts = None
-    with worker.timeline.paused():  # these runs need no more memory
-        if few > MANY and unit == 1:
-            one, two = (_run(worker, name, count * per_micro, size) for count in (1, 2))
-            parts = repeated_within(before, one, two)
-        if parts is None:
-            parts = what_repeats(before, _run(worker, name, (few + unit) * per_micro, size))
-    return RepeatedCalls(name, parts, total // unit, few // unit)
-
-
-def _unit(worker: PlannedWorker) -> int:
-    """How many micro-batches a schedule adds at a time."""
-    layout = worker.groups.layout
-    return layout.pipeline_model_parallel_size if layout.virtual_pipeline_model_parallel_size > 1 else 1
-
-
-def _plan_update(worker: PlannedWorker, size: StepSize) -> RepeatedCalls:
-    """An update: one mini-batch as ``_plan_call`` plans it, repeated.
-
-    Two more runs, with one and with two of the smallest mini-batches, show what comes before and after all of them.
-    """
-    config = worker.run_config
-    actor = config.actor_rollout_ref.actor
+    layout, stage = worker.groups.layout, worker.groups.coords.pp
+    actor, total, num_stages = worker.config.actor, -(-rows // per_micro), layout.pipeline_model_parallel_size
+    unit = num_stages if layout.virtual_pipeline_model_parallel_size > 1 else 1  # that a schedule adds at a time
+    held = (num_stages - stage if name == UPDATE else 1) + 1 if unit == 1 else 2 * unit
+    held = total if total <= held + unit else held
+    # The same on all stages: with three, stages between two others come to the middle of an update's schedule.
+    num_shown = total if total <= MOST_WHOLE else max(2 * unit, 3)
+    num_mini = _mini_batches(worker.run_config) if name == UPDATE else 1
+    run = partial(_run, worker, device, name, size)
     worker.actor.config = replace(actor, ppo_epochs=1)
-    calls = _plan_call(worker, UPDATE, size)
-    num_mini_batches = -(-config.data.train_batch_size // actor.ppo_mini_batch_size) * actor.ppo_epochs
-    if num_mini_batches > 1:
-        most, per_micro = _micro_batches(config, UPDATE, size)
-        rows = min(per_micro * _unit(worker), most)
-        mini_batch_size = rows * worker.groups.dp.size()
-        worker.actor.config = replace(actor, ppo_epochs=1, ppo_mini_batch_size=mini_batch_size)
-        with worker.timeline.paused():
-            one, two = (_run(worker, UPDATE, count * rows, size, samples_per_prompt=1) for count in (1, 2))
-        calls = calls.repeated(num_mini_batches, one, two)
+    first = one = run(min(rows, held * per_micro))
+    step, num_launches = first.totals, first.totals[-1]
+    with worker.timeline.paused():
+        if total > unit and (total > held or num_mini > 1 or worker.kind == "npu"):
+            one = run(unit * per_micro)
+        shown = run(min(rows, num_shown * per_micro)) if num_shown != held else first
+        if total > held:
+            each = (shown.totals - one.totals) * unit // (num_shown - unit)
+            step = first.totals + (total - held) // unit * each
+            if (one.totals + (held - unit) // unit * each != first.totals)[:-1].any():
+                raise ValueError(f"{name}: micro-batches make different calls")
+        if total > unit and worker.kind == "npu":  # first runs launch what is made once, too
+            num_launches = run(2 * unit * per_micro).totals[-1] - one.totals[-1]
+        samples = [shown.calls]
+        if num_mini > 1:
+            least = min(unit * per_micro, rows)
+            mini_batch_size = least * worker.groups.dp.size()
+            worker.actor.config = replace(actor, ppo_epochs=1, ppo_mini_batch_size=mini_batch_size)
+            two = run(2 * least, samples_per_prompt=1)
+            samples.append(two.calls)
+            step = step + (num_mini - 1) * (step - one.totals + two.totals - one.totals)
     worker.actor.config = actor
-    return calls
+    count, *num_bytes, _ = step.tolist()
+    calls = PhaseCalls(name, tuple(samples), count, dict(zip(LINKS, num_bytes, strict=True)))
+    layers = len(layout.stage_layers(stage, worker.hf_config.num_hidden_layers))
+    micro, rest = int(num_launches) // unit, int(max(0, one.totals[-1] - num_launches))
+    return calls, [
+        Launches(name, "micro-batch", micro, total * num_mini, layers),
+        Launches(name, "call", rest, num_mini, layers),
+    ]
+
+
+def _mini_batches(config: PPOTrainerConfig) -> int:
+    """Optimizer steps of an update."""
+    actor = config.actor_rollout_ref.actor
+    return -(-config.data.train_batch_size // actor.ppo_mini_batch_size) * actor.ppo_epochs
 
 
 def _run(
-    worker: PlannedWorker, name: str, rows: int, size: StepSize, *, samples_per_prompt: int | None = None
-) -> tuple[Collective, ...]:
-    """The collectives of a training call with ``rows`` rows, which is a phase of the timeline."""
-    log, batch = worker.platform.planned.log, batch_of(rows, size, worker.run_config)
+    worker: PlannedWorker,
+    device: DeviceProfile,
+    name: str,
+    size: StepSize,
+    rows: int,
+    *,
+    samples_per_prompt: int | None = None,
+) -> _Run:
+    """A training call with ``rows`` rows, which is a phase of the timeline."""
+    planned, batch = worker.platform.planned, batch_of(rows, size, worker.run_config)
+    launches = planned.launches
     if samples_per_prompt is not None:
         batch.meta_info["rollout_n"] = samples_per_prompt
     if name == UPDATE and worker.config.actor.records_routing:
-        with log.paused(), worker.timeline.paused():
+        with planned.log.paused(), worker.timeline.paused():
             worker.compute_log_prob(batch)  # an update replays the routing of these very rows
-    with log.apart() as calls:
+    with planned.log.apart() as calls:
         getattr(worker, name)(batch)
-    return tuple(calls)
+    num_bytes = link_bytes(calls, worker.rank, device)
+    totals = (len(calls), *(num_bytes[link] for link in LINKS), planned.launches - launches)
+    return _Run(tuple(calls), np.array(totals, dtype=np.int64))
 
 
 def _micro_batches(config: PPOTrainerConfig, name: str, size: StepSize) -> tuple[int, int]:

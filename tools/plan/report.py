@@ -22,7 +22,7 @@ def write_json(plan: WholePlan, step: StepTime, path: Path) -> None:
             "device_state": rank.device_state,
             "host_state": rank.host_state,
             "phases": [asdict(phase) for phase in rank.phases],
-            "calls": {calls.phase: len(calls) for calls in rank.calls},
+            "calls": {calls.phase: calls.count for calls in rank.calls},
             "weight_sync": rank.sync_bytes,
             "launches": [asdict(launches) for launches in rank.launches],
         }

@@ -61,7 +61,7 @@ def plan_rollout(worker: PlannedWorker, num_rows: int, prompt_length: int, respo
     sync_bytes, sync_calls = planned_sync(worker)
     worker.sync_samples_only()
     worker.offload_for_rollout()
-    with worker.sharding_manager:
+    with worker.rollout_mode:
         llm, planned = worker.rollout.inference_engine, worker.platform.planned
         core, engine = llm.core, llm.config
         load = Workload(
@@ -69,7 +69,7 @@ def plan_rollout(worker: PlannedWorker, num_rows: int, prompt_length: int, respo
             worker.config.rollout.n,
             prompt_length,
             response_length,
-            core.worker.num_gpu_blocks,
+            core.worker.cache.num_blocks,
             engine.cache.block_size,
             engine.cache.enable_prefix_caching,
             engine.scheduler,

@@ -7,6 +7,7 @@ What is plain torch there is used as it is.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -46,9 +47,9 @@ OnExchange = Callable[[str], None]  # gets the kernel
 
 
 def npu_ops() -> RolloutOps:
-    """The table; the planner replaces its experts and its routing."""
-    return RolloutOps(
-        **{name: getattr(ascend_ops(), name) for name in ("new_kv_cache", "new_gqa_cache", "linear", "head_linear")},
+    """The run's table with shapes for kernels; the planner replaces its exchange of experts and its routing."""
+    return replace(
+        ascend_ops(),
         rms_norm=rms_norm,
         add_rms_norm=add_rms_norm,
         rotary_interleaved=rotary_interleaved,
@@ -60,11 +61,8 @@ def npu_ops() -> RolloutOps:
         gqa_prefill=partial(gqa_prefill, CausalAttention()),
         topk_router=topk_router,
         fused_experts=fused_experts,
-        exchanged_experts=_not_alone,
         silu_and_mul=silu_and_mul,
         sample=sample,
-        implementations=dict(ascend_ops().implementations),
-        copies_strided_weights=ascend_ops().copies_strided_weights,
         run_beside=run_at_once,
     )
 
@@ -283,7 +281,3 @@ def _context_slots(meta: PrefillMetadata) -> Tensor:
         num_tokens = int(np.sum(meta.seq_lens_host))
         meta.scratch["context_slots"] = torch.empty(num_tokens, dtype=torch.int64, device=meta.seq_lens.device)
     return context_slots(meta)
-
-
-def _not_alone(*args: object) -> Tensor:
-    raise AssertionError("the planner's table has its own exchange")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -163,7 +163,8 @@ class _Given:
     ) -> Tensor:
         num_rows, top_k = ids_TK.shape
         if self.kind == "npu" and is_one_call(x_TH, top_k, len(w13_E2FH), group.world_size):
-            return self._by_kernels(x_TH, w13_E2FH, w2_EHF, weights_TK, ids_TK, group)
+            note = partial(self._note, x_TH, top_k, group)
+            return kernel_exchanged_experts(x_TH, w13_E2FH, w2_EHF, weights_TK, ids_TK, group.world_size, note)
         if self.kind == "cuda" and is_gathered(num_rows, group.world_size):
             return self.table.exchanged_experts(x_TH, w13_E2FH, w2_EHF, weights_TK, ids_TK, num_active, group)
         _, received = self._exchanged(num_rows, self.step_tokens, top_k, 0, num_rows)
@@ -181,26 +182,14 @@ class _Given:
             return self.table.fused_experts
         return lambda x, w13, w2, weights, ids, first: _sorted_experts(x, w13, w2, ids, len(x))
 
-    def _by_kernels(
-        self,
-        x_TH: Tensor,
-        w13_E2FH: Tensor,
-        w2_EHF: Tensor,
-        weights_TK: Tensor,
-        ids_TK: Tensor,
-        group: GroupCoordinator,
-    ) -> Tensor:
+    def _note(self, x_TH: Tensor, top_k: int, group: GroupCoordinator, kernel: str) -> None:
+        """Log the collective that is in the kernel, dispatch or combine."""
         assert group.group is not None, "a group of one rank has nothing to exchange"
-        ranks, (num_rows, top_k) = tuple(dist.get_process_group_ranks(group.group)), ids_TK.shape
-
-        def note(kernel: str) -> None:
-            there, back = self._exchanged(num_rows, self.step_tokens, top_k, 0, num_rows)
-            sent, received = (there, back) if kernel == "dispatch" else (back, there)
-            sizes = (sum(sent) * x_TH.shape[1], sum(received) * x_TH.shape[1])
-            dtype = str(x_TH.dtype).removeprefix("torch.")
-            self.log.note(Collective("all_to_all", kernel, ranks, dtype, *sizes, (sent, received), -1))
-
-        return kernel_exchanged_experts(x_TH, w13_E2FH, w2_EHF, weights_TK, ids_TK, group.world_size, note)
+        there, back = self._exchanged(len(x_TH), self.step_tokens, top_k, 0, len(x_TH))
+        sent, received = (there, back) if kernel == "dispatch" else (back, there)
+        sizes = (sum(sent) * x_TH.shape[1], sum(received) * x_TH.shape[1])
+        ranks, dtype = tuple(dist.get_process_group_ranks(group.group)), str(x_TH.dtype).removeprefix("torch.")
+        self.log.note(Collective("all_to_all", kernel, ranks, dtype, *sizes, (sent, received), -1))
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ from hf_formats.config import HFModelConfig
 from megatron.core.parallel_layout import ParallelLayout
 from tools.plan.collectives import Collective
 from verl.workers.megatron_workers import ActorRolloutRefWorker
-from verl.workers.sharding_manager.transfer_plan import Transfer, TransferPlan, build_plan
-from verl.workers.sharding_manager.weight_transfer import WeightTransfer
+from verl.workers.weight_sync.plan import Transfer, TransferPlan, build_plan
+from verl.workers.weight_sync.sync import WeightSync
 from vllm.config import ParallelConfig, VllmConfig
 from vllm.model_executor.model_loader.rank_shards import RankShards, rank_shards
-from vllm.model_executor.model_loader.weight_view import Shard
+from vllm.model_executor.model_loader.weight_view import WeightView
 from vllm.transformers_utils.config import HFConfig
 
 Item = TypeVar("Item")
@@ -34,8 +34,8 @@ def planned_sync(worker: ActorRolloutRefWorker) -> tuple[dict[str, int], tuple[C
     weights without a buffer, and ``buckets`` are all buffers that are alive together. Calls: an all-to-all each round
     and the comparison of correct digests.
     """
-    sync = worker.sharding_manager.sync
-    rounds, ranks = sync.transfer.rounds, tuple(torch.distributed.get_process_group_ranks(sync.group))
+    sync = worker.rollout_mode.sync
+    rounds, ranks = sync.rounds, tuple(torch.distributed.get_process_group_ranks(sync.group))
     calls = []
     for round_ in rounds:
         sent, received = tuple(round_.sent_bytes), tuple(round_.received_bytes)
@@ -45,25 +45,25 @@ def planned_sync(worker: ActorRolloutRefWorker) -> tuple[dict[str, int], tuple[C
         "sent": sum(call.sent for call in calls),
         "received": sum(call.received for call in calls),
         "kept": sum(transfer.num_bytes for round_ in rounds for transfer in round_.local),
-        "buckets": sync.transfer.peak_bytes,
+        "buckets": sync.peak_bytes,
     }
     digests = Collective("all_reduce", "world", ranks, "int32", 8, 8, None, -1)
     return num_bytes, (*calls, digests)
 
 
-def move_largest_only(transfer: WeightTransfer) -> None:
+def move_largest_only(sync: WeightSync) -> None:
     """Let every later round move only its largest transfer of each dtype through its buffers, whose sizes stay.
 
     The memory of a sync is that of the buffers and of one transfer at a time, so the others change nothing.
     """
-    transfer.rounds = [
+    sync.rounds = [
         replace(
             round_,
             local=_largest(round_.local, lambda transfer: transfer),
             sent=_largest(round_.sent, itemgetter(0)),
             received=_largest(round_.received, itemgetter(0)),
         )
-        for round_ in transfer.rounds
+        for round_ in sync.rounds
     ]
 
 
@@ -108,13 +108,13 @@ def shared_plan(
 ShardsKey: TypeAlias = tuple[HFConfig, ParallelConfig, torch.dtype, str | None]  # arguments of `rank_shards`
 
 
-class LazyShards(Mapping[str, Shard]):
+class LazyShards(Mapping[str, WeightView]):
     """The shards of a rank of an engine, computed on first use: only a transfer plan needs those of all ranks."""
 
     def __init__(self, key: ShardsKey) -> None:
         self.key = key
 
-    def __getitem__(self, name: str) -> Shard:
+    def __getitem__(self, name: str) -> WeightView:
         return _shards(*self.key)[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -123,7 +123,7 @@ class LazyShards(Mapping[str, Shard]):
     def __len__(self) -> int:
         return len(_shards(*self.key))
 
-    def items(self) -> ItemsView[str, Shard]:
+    def items(self) -> ItemsView[str, WeightView]:
         """The items, faster than one by one."""
         return _shards(*self.key).items()
 

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from megatron.core.parallel_layout import ParallelLayout
-from tools.plan.devices import GIB
+from tools.plan.devices import GIB, LINKS
 from tools.plan.timing import PhaseError, StepTime, Variation
 from tools.plan.whole import WholePlan
 
-LINKS = ("node", "domain", "cluster")
 # Phase of a plan -> of the time model.
 MODELLED_PHASES = {
     "prefill": "rollout",
@@ -63,7 +62,7 @@ def call_table(plan: WholePlan) -> TextTable:
     counts: dict[str, int] = {}
     for rank in plan.stages:
         for calls in rank.calls:
-            counts[calls.phase] = max(counts.get(calls.phase, 0), len(calls))
+            counts[calls.phase] = max(counts.get(calls.phase, 0), calls.count)
     rows = [
         (phase, f"{count:,}", *(f"{plan.traffic.get(phase, {}).get(link, 0) / 1e9:,.1f}" for link in LINKS))
         for phase, count in counts.items()

@@ -22,7 +22,7 @@ from megatron.core.ops.reference_attention import whole_sequence_attention
 from megatron.core.ops.reference_moe import expert_order
 from megatron.core.tensor_parallel import collectives
 from megatron.core.utils import async_h2d
-from tools.plan.train_npu import kernel
+from tools.plan.train_npu import GroupedMatmul, kernel
 
 
 def cuda_table(table: TrainOps, tp_comm_overlap: bool = False, has_fp8: bool = False) -> TrainOps:
@@ -106,32 +106,14 @@ def _attend_grad(
     return grads
 
 
-class _GroupedMatmul(torch.autograd.Function):
-    """The product for weights is added to ``main_grad`` where there is one, and autograd carries it on."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w, ends)
-        return x.new_empty(x.shape[0], w.shape[2])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, w, _ = ctx.saved_tensors
-        grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
-        grad_w = torch.empty_like(w) if ctx.needs_input_grad[1] else None
-        if grad_w is not None and getattr(w, "main_grad", None) is not None:
-            w.grad_added_to_main_grad = True
-        return grad_x, grad_w, None
-
-
 def _grouped_matmul(x: Tensor, w: Tensor, tokens_per_expert: Tensor) -> Tensor:
     ends = async_h2d(tokens_per_expert, x.device).cumsum(0, dtype=torch.int32)
-    out: Tensor = _GroupedMatmul.apply(x, w, ends)
+    out: Tensor = GroupedMatmul.apply(x, w, lambda w: getattr(w, "main_grad", None) is not None, ends)
     return out
 
 
 class _Fp8Products:
-    """Quantised copies live for one product; what is added to ``main_grad`` is as in ``_GroupedMatmul``."""
+    """Quantised copies live for one product; what is added to ``main_grad`` is as in ``GroupedMatmul``."""
 
     def forward(self, x: Tensor, w: Tensor) -> Tensor:
         return _fp8_multiply(x, w.unsqueeze(0), w.shape[0])

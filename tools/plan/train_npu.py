@@ -5,6 +5,7 @@ What is plain torch there is used as it is; how many launches an entry makes is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -113,31 +114,34 @@ def _core_attention(
     return kernel(out, (q, k, wide_v, wide_out, *statistics), q, k, v, launches=launches)
 
 
-class _GroupedMatmul(torch.autograd.Function):
-    """The weight gradient is added to ``main_grad`` where there is one; what autograd carries on has its shape."""
+class GroupedMatmul(torch.autograd.Function):
+    """The product of experts. Where the gradient of ``w`` is added to its ``main_grad``, which ``adds`` is asked in the
+    backward, what autograd carries on has its shape. kept: by the kernel in addition.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w)
+    def forward(ctx: Any, x: Tensor, w: Tensor, adds: Callable[[Tensor], bool], *kept: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w, *kept)
+        ctx.adds, ctx.num_others = adds, 1 + len(kept)
         launched(3)  # the counts travel and are cast
         return x.new_empty(x.shape[0], w.shape[2])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, w = ctx.saved_tensors
+        x, w, *_ = ctx.saved_tensors
         grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         grad_w = torch.empty_like(w) if ctx.needs_input_grad[1] else None
         launched(grad_x is not None)
-        if grad_w is not None and has_float32_sums(w):
+        if grad_w is not None and ctx.adds(w):
             launched(4)  # running ends of the counts, too
             w.grad_added_to_main_grad = True
         elif grad_w is not None:
             launched(3)  # experts without rows are filled with zeros
-        return grad_x, grad_w
+        return grad_x, grad_w, *[None] * ctx.num_others
 
 
 def _grouped_matmul(x: Tensor, w: Tensor, tokens_per_expert: Tensor) -> Tensor:
-    out: Tensor = _GroupedMatmul.apply(x, w)
+    out: Tensor = GroupedMatmul.apply(x, w, has_float32_sums)
     return out
 
 

@@ -16,14 +16,11 @@ from tools.plan.devices import GIB, DeviceProfile
 from tools.plan.matching import Phase
 from tools.plan.matching import problems as call_problems
 from tools.plan.rank_plan import RankPlan, plan_rank
-from tools.plan.repeated import RepeatedCalls
 from tools.plan.setup import PlannedRun
 from tools.plan.training import OLD, REF, UPDATE, StepSize
 from verl.trainer.config import PPOTrainerConfig
 
 PROCESS_BYTES = 3 * GIB  # a worker's memory without its tensors: Python, torch, communicators; modelled, see README
-CHECKED_MINI_BATCHES = 2
-CHECKED_REPEATS = 3  # beyond the fewest micro-batches or steps that show what every further one adds
 
 
 @dataclass(frozen=True)
@@ -103,7 +100,7 @@ def plan_run(run: PlannedRun, size: StepSize, *, ends_when_full: bool = False) -
     ]
     if len(stages) < len(ranks):
         return WholePlan(run, size, stages, 0, tuple(found))
-    whole = WholePlan(run, size, stages, sum(plan.num_parameters for plan in stages), (), _traffic(run, stages))
+    whole = WholePlan(run, size, stages, sum(plan.num_parameters for plan in stages), (), _traffic(stages))
     if whole.host_bytes > run.device.host_memory_bytes:
         needs, has = whole.host_bytes / GIB, run.device.host_memory_bytes / GIB
         found.append(f"a node's ranks need {needs:.0f} GiB of host memory; it has {has:.0f}")
@@ -164,25 +161,23 @@ def _plan_task(
 
 def calls_between_stages(layout: ParallelLayout, stages: Sequence[RankPlan]) -> dict[int, list[Phase]]:
     """The calls between stages, as if each stage were one rank: within a stage all members make the same calls."""
-    counts: dict[str, int] = {}
-    for plan in stages:
-        for calls in plan.calls:
-            counts[calls.phase] = max(counts.get(calls.phase, 0), calls.outside + CHECKED_REPEATS)
     return {
         plan.coords.pp: [
-            Phase(calls.phase, tuple(_projected(calls, counts[calls.phase], layout, plan))) for calls in plan.calls
+            Phase(calls.phase, tuple(_projected(calls.phase, sample, layout, plan)))
+            for calls in plan.calls
+            for sample in calls.samples
         ]
         for plan in stages
     }
 
 
-def _projected(calls: RepeatedCalls, count: int, layout: ParallelLayout, plan: RankPlan) -> Iterator[Collective]:
+def _projected(phase: str, calls: Sequence[Collective], layout: ParallelLayout, plan: RankPlan) -> Iterator[Collective]:
     """The calls that cross stages, with stages for ranks. Sizes are kept where all ranks of a stage have the same.
 
     In a weight sync each rank sends its own parts, and in a generation each replica has its own number of tokens.
     """
-    has_sizes = calls.phase in (OLD, REF, UPDATE)
-    for call in calls.of(count, CHECKED_MINI_BATCHES):
+    has_sizes = phase in (OLD, REF, UPDATE)
+    for call in calls:
         crossed = _stages_of(layout, (plan.rank, call.peer) if call.peer >= 0 else call.ranks)
         if len(crossed) == 1:
             continue
@@ -196,23 +191,10 @@ def _stages_of(layout: ParallelLayout, ranks: tuple[int, ...]) -> tuple[int, ...
     return tuple(sorted({layout.stage(rank) for rank in ranks}))
 
 
-def _traffic(run: PlannedRun, stages: Sequence[RankPlan]) -> dict[str, dict[str, int]]:
+def _traffic(stages: Sequence[RankPlan]) -> dict[str, dict[str, int]]:
     """Bytes of the busiest rank's calls, by phase and by the slowest link of their groups."""
-    found: dict[str, dict[str, int]] = {}
+    found: dict[str, Counter[str]] = {}
     for plan in stages:
         for calls in plan.calls:
-            sums: Counter[str] = Counter()
-            for call, times in calls.counted():
-                others = (plan.rank, call.peer) if call.peer >= 0 else call.ranks
-                if len(others) > 1:
-                    sums[_slowest_link(run.device, min(others), max(others))] += call.num_bytes * times
-            largest = found.setdefault(calls.phase, {})
-            for link, num_bytes in sums.items():
-                largest[link] = max(largest.get(link, 0), num_bytes)
-    return found
-
-
-def _slowest_link(device: DeviceProfile, first: int, last: int) -> str:
-    if first // device.devices_per_node == last // device.devices_per_node:
-        return "node"
-    return "domain" if first // device.domain_devices == last // device.domain_devices else "cluster"
+            found[calls.phase] = found.get(calls.phase, Counter()) | Counter(calls.link_bytes)  # the larger ones
+    return {phase: dict(num_bytes) for phase, num_bytes in found.items()}

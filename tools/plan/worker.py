@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from hf_formats.config import HFModelConfig, load_hf_config
+from hf_formats.ranges import Ranges
 from megatron.core.memory_ledger import ON_DEVICE, ON_HOST, ledger
 from megatron.core.models.gpt import GPTModel, ModelChunks
 from megatron.core.ops import TrainOps
@@ -32,7 +34,7 @@ from verl.workers.megatron_workers import ActorRolloutRefWorker
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
 from verl.workers.row_store import RowStore
 from vllm.model_executor.model_loader.digest import WeightDigest
-from vllm.model_executor.model_loader.shard_writer import WeightUpdate
+from vllm.model_executor.model_loader.shard_writer import ShardWriter
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,13 @@ class PlannedRowStore(RowStore):
         """Does nothing: there is no server."""
 
 
+class ForgetfulWriter(ShardWriter):
+    """Takes any values and copies none."""
+
+    def write(self, hf_name: str, ranges: Ranges, values: Tensor, of_values: Tensor | None = None) -> None:
+        """Does nothing."""
+
+
 class PlannedRollout(vLLMRollout):
     """The engine of a planned rank.
 
@@ -103,11 +112,8 @@ class PlannedRollout(vLLMRollout):
     def rank_shards(self, rank: int) -> LazyShards:
         return lazy_shards(self.inference_engine.config, rank)
 
-    def update_weight_shards(self, updates: Iterable[WeightUpdate], version: int) -> dict[str, WeightDigest]:
-        if not self.takes_samples:
-            return super().update_weight_shards(updates, version)
-        deque(updates, maxlen=0)  # holding on to an update would hold on to its bucket
-        return {}
+    def update_weight_shards(self, version: int) -> AbstractContextManager[ShardWriter]:
+        return nullcontext(ForgetfulWriter({})) if self.takes_samples else super().update_weight_shards(version)
 
     def shard_digests(self) -> dict[str, WeightDigest]:
         return {} if self.takes_samples else super().shard_digests()
@@ -175,7 +181,7 @@ class PlannedWorker(ActorRolloutRefWorker):
     def sync_samples_only(self) -> None:
         """Let every later weight sync move only the largest part of each dtype per round, through its whole buffers."""
         self.rollout.takes_samples = True
-        move_largest_only(self.sharding_manager.sync.transfer)
+        move_largest_only(self.rollout_mode.sync)
 
     def new_rollout(self) -> vLLMRollout:
         spread = rollout_spread(self.config.rollout, self.hf_config, self.rank, self.world_size, self.load)

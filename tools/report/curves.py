@@ -213,11 +213,16 @@ def write_png(run: RunData, chart: Chart) -> Path:
 
 
 def as_svg(run: RunData, chart: Chart) -> str:
-    """The figure as an SVG element for a page, its ids made unique by the chart's name."""
+    """The chart's figure as an SVG element for a page."""
+    return figure_svg(draw(run, chart), chart.name)
+
+
+def figure_svg(figure: Figure, name: str) -> str:
+    """A figure as an SVG element for a page, its ids made unique by ``name``."""
     from matplotlib import rc_context
 
     buffer = io.StringIO()
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": chart.name, "font.family": "sans-serif"}):
-        draw(run, chart).savefig(buffer, format="svg", metadata={"Date": None})
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.family": "sans-serif"}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
     text = buffer.getvalue()
     return text[text.index("<svg") :]

@@ -67,21 +67,15 @@ def _add(found: dict[str, str], name: str, signature: str) -> None:
 
 
 def _signature(function: Function, method: bool) -> str:
-    args = function.args
-    positional = [ast.arg(arg.arg) for arg in (*args.posonlyargs, *args.args)]
-    if method and positional and positional[0].arg in ("self", "cls"):
-        positional = positional[1:]
-    value = ast.Name("")  # what a default value is shown as
-    plain = ast.arguments(
-        args=positional,
-        vararg=args.vararg and ast.arg(args.vararg.arg),
-        kwonlyargs=[ast.arg(arg.arg) for arg in args.kwonlyargs],
-        kw_defaults=[default and value for default in args.kw_defaults],
-        kwarg=args.kwarg and ast.arg(args.kwarg.arg),
-        defaults=[value] * min(len(args.defaults), len(positional)),
-        posonlyargs=[],
-    )
-    return f"({ast.unparse(plain)})"
+    args, value = function.args, ast.Name("")  # what a default value is shown as
+    args.args, args.posonlyargs = [*args.posonlyargs, *args.args], []
+    if method and args.args and args.args[0].arg in ("self", "cls"):
+        del args.args[0]
+    args.defaults = [value] * min(len(args.defaults), len(args.args))
+    args.kw_defaults = [default and value for default in args.kw_defaults]
+    for arg in filter(None, (*args.args, args.vararg, *args.kwonlyargs, args.kwarg)):
+        arg.annotation = None
+    return f"({ast.unparse(args)})"
 
 
 def _fields(node: ast.ClassDef) -> str:

@@ -103,12 +103,6 @@ def with_pin(text: str, tag: str, commit: str) -> str:
     return "\n".join([*others[:first], *pin, *others[first:]]) + "\n"
 
 
-def text_of(name: str, url: str, licence: str, subtree: str, upstream_root: str) -> str:
-    """A new manifest that mirrors every module of the upstream; its pin is added by ``with_pin``."""
-    values = {"name": name, "url": url, "licence": licence, "subtree": subtree, "upstream_root": upstream_root}
-    return "\n".join([*(_line(key, value) for key, value in values.items()), 'mirrored = ["*.py"]', ""])
-
-
 def _line(key: str, value: str) -> str:
     if any(character in value for character in '"\\\n'):
         raise ValueError(f"{key} = {value!r}: no quote, backslash or line break can be in a manifest")

@@ -9,9 +9,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from tools import marks
-from tools.subtree import compare, fork, snapshot
+from tools.subtree import compare, snapshot
 from tools.subtree.compare import ModuleDiff, SubtreeDiff
-from tools.subtree.git import Git
 from tools.subtree.manifest import Manifest
 from tools.subtree.rebase import Outcome
 
@@ -28,13 +27,13 @@ def listing(console: Console, manifests: list[Manifest]) -> None:
 
 def status(console: Console, manifests: list[Manifest], root: Path, names: bool) -> None:
     """Every subtree: its pin, its mirrored modules, its API beside the recorded one, its adaptations."""
-    table = Table("upstream", "pin", "holds", "mirrored here", "not yet", *COLUMNS, "adaptations")
+    table = Table("upstream", "pin", "mirrored here", "not yet", *COLUMNS, "adaptations")
     marked_paths = [mark.path for mark in marks.collect(root)[0]]
     notes: list[str] = []
     details: list[tuple[str, ModuleDiff]] = []
     for item in manifests:
         if not item.subtree:
-            table.add_row(item.name, item.version, "facts only", *[""] * 7)
+            table.add_row(item.name, item.version, "facts only", *[""] * 6)
             continue
         present, absent = compare.status(item, root)
         found = _beside_recorded(item, root, present, notes)
@@ -44,7 +43,7 @@ def status(console: Console, manifests: list[Manifest], root: Path, names: bool)
         options = [f"{len(item.options)} options"] if item.options else []
         here = " + ".join([*([str(len(present))] if present or not options else []), *options])
         missing = "\n".join(absent) or "0"
-        table.add_row(item.name, item.version, holds(item, root), here, missing, *counts, str(num_marks))
+        table.add_row(item.name, item.version, here, missing, *counts, str(num_marks))
     console.print(table)
     folders = tuple(f"{item.subtree}/" for item in manifests if item.subtree)
     num_elsewhere = sum(not path.startswith(folders) for path in marked_paths)
@@ -69,15 +68,6 @@ def _beside_recorded(item: Manifest, root: Path, present: list[str], notes: list
     except ValueError as error:  # a file with conflict markers, while a merge waits
         notes.append(f"{item.name}: {error}")
         return None
-
-
-def holds(item: Manifest, root: Path) -> str:
-    """Whether a subtree is our own code or the upstream's files."""
-    try:
-        squash = fork.find_squash(Git(root), item.subtree)
-    except ValueError:  # a tree without git
-        return "our code"
-    return f"upstream's files of {squash.split[:9]}" if squash else "our code"
 
 
 def adaptation_list(console: Console, root: Path, manifests: list[Manifest]) -> None:
@@ -128,34 +118,16 @@ def changed(console: Console, found: SubtreeDiff, text: bool) -> None:
     say(console, *(lines or ["nothing changes in what we mirror"]))
 
 
-def rebased(console: Console, name: str, folder: str, outcome: Outcome, text: bool, dry_run: bool) -> None:
+def rebased(console: Console, item: Manifest, outcome: Outcome, text: bool) -> None:
     """The outcome of a rebase and what to do next."""
-    say(console, f"{name}: {outcome.old} -> {outcome.new}")
+    say(console, f"{item.name}: {outcome.old} -> {outcome.new}")
     changed(console, outcome.changes, text)
     say(console, *(f"note: {note}" for note in outcome.notes))
-    say(console, *(f"CONFLICT ({item.kind}) {item.path}: {item.message}" for item in outcome.conflicts))
-    say(console, *(f"LOOK AT {finding}" for finding in outcome.findings))
-    if not outcome.is_fork:
-        say(
-            console,
-            f"{folder or name}: our own code, so there is nothing to merge and nothing was changed.",
-            f"Next: port what you want, then `python -m tools.subtree import {name} --tag ...` records pin and API.",
-        )
-    elif outcome.commit:
-        say(console, f"Done: commit {outcome.commit[:12]} holds it all. `git reset --keep HEAD~1` takes it back.")
-    elif outcome.is_waiting:
-        say(
-            console,
-            "Nothing is committed: the merge waits in the working tree, with the new pin.",
-            "Next: settle each line above, `python -m tools.subtree adaptations`, `git add` the files, `git commit`.",
-            "`git merge --abort` takes all of it back.",
-        )
-    elif dry_run:
-        num = len(outcome.conflicts) + len(outcome.findings)
-        say(
-            console,
-            f"Dry run, nothing was changed: {f'{num} thing(s) to settle' if num else 'it would merge cleanly'}.",
-        )
+    say(
+        console,
+        f"{item.subtree or item.name}: our own code, so nothing was changed.",
+        f"Next: port what you want, then `python -m tools.subtree import {item.name} --tag ...` records pin and API.",
+    )
 
 
 def say(console: Console, *lines: str) -> None:

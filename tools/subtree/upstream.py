@@ -11,73 +11,66 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from hf_formats.cache_folder import cache_folder
-from tools.subtree.git import Git, GitError
+from tools.subtree.git import GitError, commit_of, git
 from tools.subtree.manifest import Manifest
 
 ARCHIVES = (".whl", ".zip", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 
 
+class Checkout(NamedTuple):
+    """An upstream's files at one version."""
+
+    folder: Path  # the one that ours mirrors
+    source: str  # where the files came from, for people
+    commit: str  # of a git upstream; "" of the other kinds, which have one version only
+
+
 @contextmanager
-def checkout(manifest: Manifest, spec: str | None, version: str) -> Iterator[tuple[Path, str]]:
-    """The folder of the upstream that ours mirrors, at ``version`` where the upstream is a git repository; its source.
+def checkout(manifest: Manifest, spec: str | None, version: str) -> Iterator[Checkout]:
+    """The files of an upstream, at ``version`` where it is a git repository.
 
     ``spec`` is a git url, a local clone, a folder, an archive, or the name of an installed package; None is the
     manifest's url. The folder may be temporary: it is gone when the context ends. ValueError says what was expected.
     """
     with tempfile.TemporaryDirectory(prefix="subtree-") as scratch:
-        tree, what = _tree(manifest, spec, version, Path(scratch))
-        yield _inside(tree, manifest, spec or manifest.url), what
+        tree, source, commit = _tree(manifest, spec or manifest.url, version, Path(scratch).resolve())
+        yield Checkout(_inside(tree, manifest, spec or manifest.url), source, commit)
 
 
-def repository(manifest: Manifest, spec: str | None, versions: tuple[str, ...] = ()) -> Git | None:
-    """The git repository that ``spec`` names; None when that is a folder, archive or package.
-
-    Of a url, ``versions`` alone are fetched, or all its history when there are none.
-    """
-    if spec is None or _is_url(spec):
-        return [_cached(spec or manifest.url, version) for version in versions or (None,)][-1]
-    return Git(Path(spec)) if _is_clone(Path(spec)) else None
-
-
-def resolve(git: Git, version: str, source: str) -> str:
-    """The commit of a tag, branch or id in a repository; ValueError lists the nearest tags when there is none."""
-    commit = git.commit(f"refs/tags/{version}") or git.commit(version) or git.commit(f"refs/heads/{version}")
-    if commit is None:
-        tags = git.text("tag", "--list", "--sort=-version:refname", "--sort=-creatordate").splitlines()[:8]
-        raise ValueError(f"{source} has no '{version}': its newest tags are {', '.join(tags) or '(none)'}")
-    return commit
-
-
-def export(git: Git, tree: str, target: Path) -> Path:
-    """Write the plain files of a tree object below ``target``: no links, no submodules, whatever the attributes say."""
-    oids = {path: entry.oid for path, entry in git.files(tree).items() if entry.mode.startswith("100")}
-    contents = git.blobs(list(oids.values()))
-    for path, oid in oids.items():
-        (target / path).parent.mkdir(parents=True, exist_ok=True)
-        (target / path).write_bytes(contents[oid])
-    return target
-
-
-def _tree(manifest: Manifest, spec: str | None, version: str, scratch: Path) -> tuple[Path, str]:
-    path = Path(spec) if spec else None
-    if spec is None or _is_url(spec):
-        git = _cached(spec or manifest.url, version)
-    elif path and path.is_dir():
+def _tree(manifest: Manifest, spec: str, version: str, scratch: Path) -> tuple[Path, str, str]:
+    path = Path(spec)
+    if _is_url(spec):
+        repository = _cached(spec, version)
+    elif path.is_dir():
         if not _is_clone(path):
-            return path, f"{path} as it is"
-        git = Git(path)
-    elif path and path.is_file() and path.name.endswith(ARCHIVES):
+            return path.resolve(), f"{path} as it is", ""
+        repository = path
+    elif path.is_file() and path.name.endswith(ARCHIVES):
         if path.suffix in (".whl", ".zip"):
             shutil.unpack_archive(path, scratch, format="zip")
         else:
             _unpack_tar(path, scratch)
-        return scratch, path.name
+        return scratch, path.name, ""
     else:
         return _installed(spec, manifest)
-    commit = resolve(git, version, spec or manifest.url)
-    return export(git, commit, scratch), f"{spec or manifest.url} at {version} ({commit[:12]})"
+    commit = _resolve(repository, version, spec)
+    tree = scratch / "tree"
+    tree.mkdir()
+    words = ("-c", "core.symlinks=false", f"--work-tree={tree}", "read-tree", "-u", "--reset", commit)
+    git(repository, *words, GIT_INDEX_FILE=str(scratch / "index"))
+    return tree, f"{spec} at {version} ({commit[:12]})", commit
+
+
+def _resolve(repository: Path, version: str, source: str) -> str:
+    """The commit of a tag, branch or id in a repository; ValueError lists the nearest tags when there is none."""
+    for name in (f"refs/tags/{version}", version, f"refs/heads/{version}"):
+        if commit := commit_of(repository, name):
+            return commit
+    tags = git(repository, "tag", "--list", "--sort=-version:refname", "--sort=-creatordate").splitlines()[:8]
+    raise ValueError(f"{source} has no '{version}': its newest tags are {', '.join(tags) or '(none)'}")
 
 
 def _unpack_tar(archive: Path, target: Path) -> None:
@@ -109,37 +102,35 @@ def _inside(tree: Path, manifest: Manifest, source: str) -> Path:
     return folder
 
 
-def _cached(url: str, version: str | None) -> Git:
-    """A bare repository in the user's cache with ``version`` of ``url``, or with everything when it is None.
+def _cached(url: str, version: str) -> Path:
+    """A bare repository in the user's cache with ``version`` of ``url``.
 
     One tag alone is fetched without history. An interrupted fetch leaves nothing that the next one cannot use.
     """
-    base = cache_folder() / "r1-zero-subtree"
-    folder = base / f"{Path(url.rstrip('/')).stem}-{hashlib.sha256(url.encode()).hexdigest()[:8]}.git"
-    git = Git(folder)
-    if not (folder / "HEAD").exists():
-        base.mkdir(parents=True, exist_ok=True)
-        Git(base).run("init", "--quiet", "--bare", str(folder))
-    if version is not None:
-        if git.commit(f"refs/tags/{version}") or (re.fullmatch("[0-9a-f]{7,40}", version) and git.commit(version)):
-            return git
-        try:
-            git.run("fetch", "--quiet", "--no-tags", "--depth=1", url, f"+refs/tags/{version}:refs/tags/{version}")
-            return git
-        except GitError:  # no tag of that name: a branch or a shortened commit id, which only the whole history tells
-            pass
+    name = f"{Path(url.rstrip('/')).stem}-{hashlib.sha256(url.encode()).hexdigest()[:8]}.git"
+    folder = cache_folder() / "r1-zero-subtree" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    git(folder, "init", "--quiet", "--bare")
+    tag = f"refs/tags/{version}"
+    if commit_of(folder, tag) or (re.fullmatch("[0-9a-f]{7,40}", version) and commit_of(folder, version)):
+        return folder
     try:
-        deepen = ["--unshallow"] if git.text("rev-parse", "--is-shallow-repository") == "true" else []
-        git.run("fetch", "--quiet", "--tags", "--force", *deepen, url, "+refs/heads/*:refs/heads/*")
+        git(folder, "fetch", "--quiet", "--no-tags", "--depth=1", url, f"+{tag}:{tag}")
+        return folder
+    except GitError:  # no tag of that name: a branch or a shortened commit id, which only the whole history tells
+        pass
+    try:
+        deepen = ["--unshallow"] if git(folder, "rev-parse", "--is-shallow-repository") == "true" else []
+        git(folder, "fetch", "--quiet", "--tags", "--force", *deepen, url, "+refs/heads/*:refs/heads/*")
     except GitError as error:
         raise ValueError(
             f"cannot fetch {url}: {error}\nGive --upstream a url that this machine reaches, a local clone, a wheel or "
             "sdist, or the name of an installed package"
         ) from error
-    return git
+    return folder
 
 
-def _installed(spec: str, manifest: Manifest) -> tuple[Path, str]:
+def _installed(spec: str, manifest: Manifest) -> tuple[Path, str, str]:
     """Where an installed package lies, by its metadata: our folders of the same name are not asked."""
     try:
         found = importlib.metadata.distribution(spec)
@@ -148,7 +139,7 @@ def _installed(spec: str, manifest: Manifest) -> tuple[Path, str]:
             f"'{spec}' is no git url, folder, archive ({', '.join(ARCHIVES)}) or installed package: "
             f"expected {manifest.url} at {manifest.version} in one of these forms"
         ) from error
-    return Path(str(found.locate_file(""))), f"the installed {spec} {found.version}"
+    return Path(str(found.locate_file(""))), f"the installed {spec} {found.version}", ""
 
 
 def _is_url(spec: str) -> bool:

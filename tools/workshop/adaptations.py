@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from hf_formats.files import write_text
 from tools.marks import ROOT, WORD, Adaptation, collect
-from tools.workshop.removals import prove, read_registry, registry_problems
+from tools.workshop.removals import prove, read_registry
 
 OUTPUT = Path("third_party/ADAPTATIONS.md")
 COMMAND = "tools.workshop.adaptations"
@@ -40,15 +40,14 @@ def run(root: Path, check: bool) -> str:
     Wrong marks keep the list from being written; a missing or wrong proof is reported after it is written.
     """
     found, problems = collect(root)
-    text = render(found, {name: proof.test for name, proof in read_registry(root)[0].items()})
+    proofs, wrong_proofs = read_registry(root, found)
+    text = render(found, {name: proof.test for name, proof in proofs.items()})
     path = root / OUTPUT
     if check and not problems and (not path.exists() or path.read_text(encoding="utf-8") != text):
         problems.append(f"{OUTPUT} does not agree with the marks: run `python -m {COMMAND}` and commit it")
     if not check and not problems:
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    problems += registry_problems(root, found)
+        write_text(path, text)
+    problems += wrong_proofs
     if problems:
         raise ValueError("\n  ".join([f"{len(problems)} problem(s) with {WORD} marks:", *problems]))
     return f"{len(found)} adaptation(s), {'in order' if check else f'written to {OUTPUT}'}"

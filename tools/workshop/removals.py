@@ -15,9 +15,9 @@ import sys
 import tempfile
 import tomllib
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,18 +55,17 @@ class Verdict(NamedTuple):
 class Outcome(NamedTuple):
     """What became of a test, and the message of its first failure or error."""
 
-    kind: str  # "passed", "failure", "error" (outside of the test's body), "skipped", "timeout", "unfit" (block)
+    kind: str  # "passed", "failure", "error" (outside of the test's body), "skipped", "timeout"
     message: str
 
 
-def read_registry(root: Path) -> tuple[dict[str, Proof], list[str]]:
-    """The proving tests by id, and what is wrong with the registry itself."""
-    path = root / REGISTRY
-    if not path.exists():
-        return {}, []
+def read_registry(root: Path, found: Iterable[Adaptation]) -> tuple[dict[str, Proof], list[str]]:
+    """The proving tests by id, and what is wrong: malformed entries, ids without one, and entries without an id."""
+    path, marked = root / REGISTRY, {adaptation.id: adaptation for adaptation in found}
+    entries = tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     proofs: dict[str, Proof] = {}
     problems: list[str] = []
-    for name, entry in tomllib.loads(path.read_text(encoding="utf-8")).items():
+    for name, entry in entries.items():
         if not isinstance(entry, dict) or set(entry) != {"test", "env"} or entry["env"] not in ENVS:
             problems.append(
                 f'{REGISTRY}: "{name}" must be {{ test = "tests/...py::test_name", env = "main" or "npu" }}'
@@ -77,20 +76,13 @@ def read_registry(root: Path) -> tuple[dict[str, Proof], list[str]]:
         source = (root / file).read_text(encoding="utf-8") if (root / file).is_file() else ""
         if not function or f"def {function}(" not in source:
             problems.append(f'{REGISTRY}: "{name}" names {entry["test"]}, which is not there')
-    return proofs, problems
-
-
-def registry_problems(root: Path, found: Iterable[Adaptation]) -> list[str]:
-    """Ids without a proving test, entries without an id, and malformed entries."""
-    proofs, problems = read_registry(root)
-    marked = {adaptation.id: adaptation for adaptation in found}
     problems += [
         f"{mark.path}:{mark.line}: '{name}' has no entry in {REGISTRY}: name the test that fails without the block"
         for name, mark in marked.items()
-        if name not in proofs and not any(f'"{name}"' in problem for problem in problems)
+        if name not in entries
     ]
     problems += [f'{REGISTRY}: "{name}" is not the id of any mark' for name in proofs if name not in marked]
-    return problems
+    return proofs, problems
 
 
 def without_block(source: str, adaptation: Adaptation) -> str:
@@ -140,51 +132,39 @@ def prove(root: Path = ROOT, ids: Iterable[str] = ()) -> Iterator[Verdict]:
     ValueError lists what is wrong with the marks or the registry.
     """
     found, problems = collect(root)
-    proofs, wrong = read_registry(root)
+    proofs, wrong = read_registry(root, found)
     wanted = set(ids) or {adaptation.id for adaptation in found}
     problems += [*wrong, *(f"'{name}' is not the id of any mark" for name in wanted - {a.id for a in found})]
     if problems:
         raise ValueError("\n  ".join(["marks and proofs are not in order:", *problems]))
     chosen = [adaptation for adaptation in found if adaptation.id in wanted]
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        verdicts = start(pool, root, chosen, proofs)
-        for adaptation in chosen:
-            if adaptation.id in verdicts:
-                yield verdicts[adaptation.id]()
-            else:
-                yield Verdict(adaptation.id, adaptation.path, "no test", False, f"no entry in {REGISTRY}")
-
-
-def start(
-    pool: ThreadPoolExecutor, root: Path, adaptations: Iterable[Adaptation], proofs: dict[str, Proof]
-) -> dict[str, Callable[[], Verdict]]:
-    """Start the proofs of those that have one; each value waits for its verdict.
-
-    Per environment one run of all tests on an untouched copy, then for each id one run without its block.
-    """
-    chosen = [adaptation for adaptation in adaptations if adaptation.id in proofs]
     environments = {env: environment_of(root, env) for env in {proofs[a.id].env for a in chosen}}
-    ready = {env: variables for env, (variables, lacking) in environments.items() if not lacking}
-    tests = {env: [proofs[a.id].test for a in chosen if proofs[a.id].env == env] for env in ready}
-    untouched = {env: pool.submit(_run_untouched, root, tests[env], ready[env]) for env in ready}
 
-    def begin(adaptation: Adaptation) -> Callable[[], Verdict]:
+    def verdict(adaptation: Adaptation) -> Verdict:
         proof = proofs[adaptation.id]
-        head = (adaptation.id, adaptation.path, proof.test)
-        if proof.env not in ready:
-            return lambda: Verdict(*head, None, environments[proof.env][1])
-        shortened = pool.submit(_run_without, root, adaptation, proof.test, ready[proof.env])
-        return lambda: Verdict(*head, *_judge(untouched[proof.env].result()[proof.test], shortened.result(), proof.env))
+        return Verdict(adaptation.id, adaptation.path, proof.test, *_judge(root, adaptation, proof, environments))
 
-    return {adaptation.id: begin(adaptation) for adaptation in chosen}
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        yield from pool.map(verdict, chosen)
 
 
-def _judge(before: Outcome, after: Outcome, env: str) -> tuple[bool | None, str]:
-    """(is_proven, why) of the test's outcome on the untouched tree and without the block."""
+def _judge(
+    root: Path, adaptation: Adaptation, proof: Proof, environments: Mapping[str, tuple[dict[str, str], str]]
+) -> tuple[bool | None, str]:
+    """(is_proven, why) by two runs of the test: on an untouched copy of the tree, and on one without the block."""
+    environment, lacking = environments[proof.env]
+    if lacking:
+        return None, lacking
+    try:
+        shorter = without_block((root / adaptation.path).read_text(encoding="utf-8"), adaptation)
+    except ValueError as error:
+        return False, str(error)
+    before = _run(root, proof.test, environment)
     if before.kind != "passed":
-        is_missing_here = before.kind == "skipped" and env == "npu"
+        is_missing_here = before.kind == "skipped" and proof.env == "npu"
         why = f"on the untouched tree the test did not pass ({before.kind}): {before.message}"
         return None if is_missing_here else False, why
+    after = _run(root, proof.test, environment, {adaptation.path: shorter})
     if after.kind == "passed":
         return False, "the test passes without the block"
     if after.kind == "failure" and BROKEN_CODE.search(after.message):
@@ -192,21 +172,6 @@ def _judge(before: Outcome, after: Outcome, env: str) -> tuple[bool | None, str]
     if after.kind == "failure":
         return True, after.message
     return False, f"without the block the test did not fail but end in: {after.kind}: {after.message}"
-
-
-def _run_untouched(root: Path, tests: list[str], environment: dict[str, str]) -> dict[str, Outcome]:
-    with _copy(root) as copy:
-        return _run_tests(root, copy, tests, environment)
-
-
-def _run_without(root: Path, adaptation: Adaptation, test: str, environment: dict[str, str]) -> Outcome:
-    try:
-        shorter = without_block((root / adaptation.path).read_text(encoding="utf-8"), adaptation)
-    except ValueError as error:
-        return Outcome("unfit", str(error))
-    with _copy(root) as copy:
-        (copy / adaptation.path).write_text(shorter, encoding="utf-8")
-        return _run_tests(root, copy, [test], environment)[test]
 
 
 def environment_of(root: Path, env: str) -> tuple[dict[str, str], str]:
@@ -229,37 +194,32 @@ def environment_of(root: Path, env: str) -> tuple[dict[str, str], str]:
     return variables | {"PYTHON": python}, ""
 
 
-@contextmanager
-def _copy(root: Path) -> Iterator[Path]:
-    """A copy of the tree's tracked and new files, without git, gone afterwards."""
+def _run(root: Path, test: str, environment: dict[str, str], changed: Mapping[str, str] | None = None) -> Outcome:
+    """Run a test in a copy of the tree's tracked and new files, importing from that copy alone; ends all it started."""
     with tempfile.TemporaryDirectory(prefix="removal-") as folder:
         copy = Path(folder) / "tree"
         for name in listed_files(root):
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(root / name, copy / name)
-        yield copy
-
-
-def _run_tests(root: Path, copy: Path, tests: list[str], environment: dict[str, str]) -> dict[str, Outcome]:
-    """Run tests in a copy, importing from that copy alone, and end everything they started; outcomes by node id."""
-    paths = environment.get("PYTHONPATH", "").split(os.pathsep)
-    moved = [str(copy), *(p.replace(str(root), str(copy), 1) for p in paths if p and p != str(root))]
-    variables = environment | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(moved))}
-    report, python = copy / "report.xml", environment["PYTHON"]
-    command = [python, "-m", "pytest", "-p", "no:cacheprovider", "-m", "", f"--junitxml={report}", *tests]
-    process = subprocess.Popen(
-        command, cwd=copy, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    try:
-        output, _ = process.communicate(timeout=TIMEOUT_S * len(tests))
-    except subprocess.TimeoutExpired:
-        return dict.fromkeys(tests, Outcome("timeout", f"still running after {TIMEOUT_S * len(tests):.0f} s"))
-    finally:
-        _end(process)
-    if process.returncode not in (0, 1) or not report.exists():
-        return dict.fromkeys(tests, Outcome("error", f"pytest ended with {process.returncode}: {_last_line(output)}"))
-    cases = list(ElementTree.parse(report).iter("testcase"))
-    return {test: _outcome([case for case in cases if _is_of(case, test)]) for test in tests}
+        for name, text in (changed or {}).items():
+            (copy / name).write_text(text, encoding="utf-8")
+        paths = environment.get("PYTHONPATH", "").split(os.pathsep)
+        moved = [str(copy), *(p.replace(str(root), str(copy), 1) for p in paths if p and p != str(root))]
+        variables = environment | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(moved))}
+        report, python = copy / "report.xml", environment["PYTHON"]
+        command = [python, "-m", "pytest", "-p", "no:cacheprovider", "-m", "", f"--junitxml={report}", test]
+        process = subprocess.Popen(
+            command, cwd=copy, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        try:
+            output, _ = process.communicate(timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return Outcome("timeout", f"still running after {TIMEOUT_S:.0f} s")
+        finally:
+            _end(process)
+        if process.returncode not in (0, 1) or not report.exists():
+            return Outcome("error", f"pytest ended with {process.returncode}: {_last_line(output)}")
+        return _outcome(ElementTree.parse(report).iter("testcase"))
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -272,21 +232,13 @@ def _end(process: subprocess.Popen[str]) -> None:
         process.communicate()
 
 
-def _is_of(case: ElementTree.Element, test: str) -> bool:
-    """Whether a reported case belongs to a node id; one without parameters means all of its parameters."""
-    file, _, function = test.partition("::")
-    name = case.get("name", "")
-    return case.get("classname") == file.removesuffix(".py").replace("/", ".") and (
-        name == function or name.startswith(f"{function}[")
-    )
-
-
-def _outcome(cases: list[ElementTree.Element]) -> Outcome:
-    """The worst of a test's cases."""
+def _outcome(cases: Iterable[ElementTree.Element]) -> Outcome:
+    """The worst of a test's cases, one for each of its parameters."""
+    results = {result.tag: result for case in cases for result in case}
     for kind in ("error", "failure", "skipped"):
-        for result in (result for case in cases for result in case if result.tag == kind):
-            return Outcome(kind, _reason(result))
-    return Outcome("passed", f"{len(cases)} passed") if cases else Outcome("error", "no case of it was run")
+        if kind in results:
+            return Outcome(kind, _reason(results[kind]))
+    return Outcome("passed", "")
 
 
 def _reason(result: ElementTree.Element) -> str:

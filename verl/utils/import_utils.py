@@ -11,8 +11,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from verl.utils.errors import BrokenModuleError, MissingFileError, MissingModuleError, MissingNameError
-
 _MODULE = "pkg://"
 
 
@@ -28,7 +26,7 @@ def load_provider(provider: str) -> Any:
 def load_extern_type(file_path: str | None, type_name: str | None) -> Any:
     """The object ``type_name`` of a Python file, or of a module as ``pkg://package.module``; None without a path.
 
-    ValueError says what is missing; it is also the error that Python has for it.
+    ValueError says what is missing.
     """
     if not file_path:
         return None
@@ -38,12 +36,12 @@ def load_extern_type(file_path: str | None, type_name: str | None) -> Any:
         try:
             module = importlib.import_module(file_path.removeprefix(_MODULE))
         except ImportError as error:
-            raise MissingModuleError(f"{file_path} cannot be imported: {error}") from error
+            raise ValueError(f"{file_path} cannot be imported: {error}") from error
     else:
         module = _load_file(file_path)
     if not hasattr(module, type_name):
         defined = ", ".join(name for name in vars(module) if not name.startswith("_"))
-        raise MissingNameError(f"{file_path} defines no {type_name!r}; it defines {defined}")
+        raise ValueError(f"{file_path} defines no {type_name!r}; it defines {defined}")
     return getattr(module, type_name)
 
 
@@ -61,7 +59,7 @@ def _load_file(file_path: str) -> ModuleType:
     """The module of a Python file, which runs once in a process however often it is named, until it is edited."""
     path = Path(file_path).expanduser().absolute()
     if not path.is_file():
-        raise MissingFileError(f"{file_path} does not exist; custom code is given as the path of a Python file")
+        raise ValueError(f"{file_path} does not exist; custom code is given as the path of a Python file")
     digest = hashlib.sha256(str(path).encode() + path.read_bytes()).hexdigest()[:16]
     name = f"_extern_{path.stem}_{digest}"
     if name in sys.modules:
@@ -73,5 +71,5 @@ def _load_file(file_path: str) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # a script that is imported may end itself
         del sys.modules[name]
-        raise BrokenModuleError(f"{file_path} cannot be imported: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{file_path} cannot be imported: {type(error).__name__}: {error}") from error
     return module

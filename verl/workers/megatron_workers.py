@@ -37,9 +37,9 @@ from verl.workers.phase_memory import PhaseMemory, resident_bytes
 from verl.workers.phases import make_watchdog, training_phase, worker_phase
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
 from verl.workers.row_store import RowStore, controller_batch
-from verl.workers.sharding_manager.megatron_vllm import MegatronVLLMShardingManager
-from verl.workers.sharding_manager.transfer_plan import build_plan
-from verl.workers.sharding_manager.weight_sync import WeightSync
+from verl.workers.weight_sync.plan import build_plan
+from verl.workers.weight_sync.rollout_mode import RolloutMode
+from verl.workers.weight_sync.sync import WeightSync
 from vllm.platforms import resolve_platform
 
 logger = logging.getLogger(__name__)
@@ -104,12 +104,12 @@ class ActorRolloutRefWorker(Worker, DistProfilerExtension):
         if not keeps_earlier:
             self.row_store.drop()
         self.offload_for_rollout()
-        with self.sharding_manager as manager:
+        with self.rollout_mode as mode:
             start_s = now_s()
             output = self.rollout.generate_sequences(prompts)
             generate_s = now_s() - start_s
             self.timeline.add("generate", start_s, start_s + generate_s)
-        output.meta_info["timing"] = {"update_weights": manager.sync_seconds, "generate_sequences": generate_s}
+        output.meta_info["timing"] = {"update_weights": mode.sync_seconds, "generate_sequences": generate_s}
         output.meta_info[BY_RANK] = {self.rank: {"generate_sequences": generate_s}}
         if prompts.meta_info.get("validate", False):
             return controller_batch(output)
@@ -218,7 +218,7 @@ class ActorRolloutRefWorker(Worker, DistProfilerExtension):
         self.actor_module.onload_params()
         self.checkpoint_manager.export_hf(path)
 
-    build_transfer_plan = staticmethod(build_plan)  # makes the plan of the weight sync
+    build_transfer_plan = staticmethod(build_plan)  # of the weight sync; tools/plan makes one for all of its ranks
 
     @worker_phase
     def build_models(self, ops: TrainOps) -> None:
@@ -321,18 +321,18 @@ class ActorRolloutRefWorker(Worker, DistProfilerExtension):
         self._register_dispatch_collect_info(_ROLLOUT, replica, index == 0)
         self.rollout = self.new_rollout()
         self.row_store = self.new_row_store()
-        sync = WeightSync(
+        shards = {rank: self.rollout.rank_shards(rank) for rank in range(self.groups.layout.world_size)}
+        plan = self.build_transfer_plan(
             self.hf_config,
             self.groups.layout,
             next(self.actor_module.module.parameters()).dtype,
-            {rank: self.rollout.rank_shards(rank) for rank in range(self.groups.layout.world_size)},
-            self.groups.world,
-            self.device,
+            shards,
+            self.groups.world.size(),
             bucket_bytes=config.update_weights_bucket_megabytes << 20,
             ranks_per_node=self.run_config.trainer.n_gpus_per_node,
-            build_plan=self.build_transfer_plan,
         )
-        self.sharding_manager = MegatronVLLMShardingManager(
+        sync = WeightSync(plan, shards[self.groups.world.rank()], self.groups.world, self.device)
+        self.rollout_mode = RolloutMode(
             self.actor_module,
             self.rollout,
             sync,

@@ -23,7 +23,8 @@ from verl.workers.rollout.rollout_messages import RolloutRequest, RolloutResult
 from verl.workers.rollout.vllm_rollout.sample_stream import SampleStream, run_request
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import all_rank_shards, vLLMRollout
 from verl.workers.row_store import RowStore, controller_batch
-from verl.workers.sharding_manager.weight_sync import WeightSync
+from verl.workers.weight_sync.plan import build_plan
+from verl.workers.weight_sync.sync import WeightSync
 from vllm.v1.request import Request
 
 _ROLLOUT, _SAVED = "rollout", "saved"
@@ -69,7 +70,7 @@ class GroupRolloutWorker(ActorRolloutRefWorker):
         """Syncs the weights for ``run_steps`` and frees the last step's rows; returns the seconds of the sync."""
         self.row_store.drop()
         self.offload_for_rollout()
-        return self.sharding_manager.__enter__().sync_seconds
+        return self.rollout_mode.__enter__().sync_seconds
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     @worker_phase
@@ -81,7 +82,7 @@ class GroupRolloutWorker(ActorRolloutRefWorker):
     def end_generation(self) -> None:
         """Drops what is unfinished and gives the device back to training."""
         self.stream.abort()
-        self.sharding_manager.__exit__(None, None, None)
+        self.rollout_mode.__exit__(None, None, None)
 
     def _build_rollout(self) -> None:
         super()._build_rollout()
@@ -197,15 +198,16 @@ def _world() -> dist.ProcessGroup:
 
 def _weight_sync(config: PPOTrainerConfig, device: torch.device) -> WeightSync:
     """The weight sync from the training ranks, which come first, to the others; all ranks make the same plan."""
-    models, num_training = config.actor_rollout_ref, config.trainer.world_size
-    rollout_shards = all_rank_shards(models.rollout, models.model.path, config.rollout_world_size)
-    return WeightSync(
+    models, num_training, world = config.actor_rollout_ref, config.trainer.world_size, _world()
+    of_engine = all_rank_shards(models.rollout, models.model.path, config.rollout_world_size)
+    shards = {num_training + rank: of_rank for rank, of_rank in of_engine.items()}
+    plan = build_plan(
         load_hf_config(models.model.path),
         models.actor.megatron.layout(num_training),
         PARAMS_DTYPES[models.actor.megatron.dtype],
-        {num_training + rank: shards for rank, shards in rollout_shards.items()},
-        _world(),
-        device,
+        shards,
+        world.size(),
         bucket_bytes=models.rollout.update_weights_bucket_megabytes << 20,
         ranks_per_node=config.trainer.n_gpus_per_node,
     )
+    return WeightSync(plan, shards.get(world.rank(), {}), world, device)

@@ -24,7 +24,7 @@ from vllm.entrypoints.sampling_defaults import sampling_defaults
 from vllm.inputs import PromptType, TokensPrompt
 from vllm.model_executor.model_loader.digest import WeightDigest
 from vllm.model_executor.model_loader.rank_shards import RankShards, engine_shards
-from vllm.model_executor.model_loader.shard_writer import WeightUpdate
+from vllm.model_executor.model_loader.shard_writer import ShardWriter
 from vllm.ops.contract import RolloutOps, resolve
 from vllm.outputs import RequestOutput
 from vllm.platforms import Platform, resolve_platform
@@ -230,9 +230,9 @@ class LLM:
         """Bring back "weights" (empty buffers after level 2) and "kv_cache" (the same block count); None means both."""
         known = _known_tags("wake_up", tags)
         if "weights" in known:
-            self.core.worker.wake_weights()
+            self.core.worker.weights.allocate()
         if "kv_cache" in known:
-            self.core.worker.wake_kv_cache()
+            self.core.worker.cache.allocate()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load (hf_name, full tensor) pairs, all of the model or a part, in any order; returns the loaded names.
@@ -240,7 +240,7 @@ class LLM:
         ValueError for an unknown name or a wrong shape; multi-token-prediction layers are skipped. The prefix cache is
         reset.
         """
-        return self.core.idle_worker("load_weights").load_weights(weights)
+        return self.core.idle_worker("load_weights").weights.load(weights)
 
     def update_weights(
         self,
@@ -259,7 +259,7 @@ class LLM:
         if isinstance(weights, (WeightTransferUpdateRequest, Mapping)):
             self._receive_weights(weights, version)
             return
-        self.core.idle_worker("update_weights").update_weights(weights)
+        self.core.idle_worker("update_weights").weights.update(weights)
         self.core.set_policy_version(version)
 
     def init_weight_transfer_engine(self, request: WeightTransferInitRequest | Mapping[str, Any] | None = None) -> None:
@@ -273,7 +273,7 @@ class LLM:
             raise ValueError(
                 "is_checkpoint_format=False: weights have the names and shapes of a Hugging Face checkpoint"
             )
-        self.core.idle_worker("start_weight_update").start_weight_update()
+        self.core.idle_worker("start_weight_update").weights.start_update()
         transfer.is_updating = True
 
     def finish_weight_update(self, weight_version: int | None = None) -> None:
@@ -282,16 +282,16 @@ class LLM:
         if not transfer.is_updating:
             raise RuntimeError("finish_weight_update without start_weight_update")
         transfer.is_updating = False
-        self.core.idle_worker("finish_weight_update").check_weights_loaded()
+        self.core.idle_worker("finish_weight_update").weights.check_loaded()
         self.core.set_policy_version(weight_version)
 
     def _receive_weights(self, request: WeightTransferUpdateRequest | Mapping[str, Any], version: int | None) -> None:
-        transfer, worker = self._transfer_engine(), self.core.idle_worker("update_weights")
+        transfer, memory = self._transfer_engine(), self.core.idle_worker("update_weights").weights
         if isinstance(request, Mapping):
             request = WeightTransferUpdateRequest(**request)
         weights = transfer.tensors(request.update_info)
         try:
-            (worker.load_weights if transfer.is_updating else worker.update_weights)(weights)
+            (memory.load if transfer.is_updating else memory.update)(weights)
         finally:
             self.core.platform.synchronize()  # the copies read the trainer's memory
         if not transfer.is_updating:
@@ -302,18 +302,18 @@ class LLM:
             raise ValueError('no weight transfer: build the LLM with weight_transfer_config={"backend": "ipc"}')
         return self._weight_transfer
 
-    def update_weight_shards(
-        self, updates: Iterable[WeightUpdate], version: int | None = None
-    ) -> dict[str, WeightDigest]:
-        """Replace all shards that this rank owns (`rank_shards`); the updates may be cut and ordered in any way.
+    @contextmanager
+    def update_weight_shards(self, version: int | None = None) -> Iterator[ShardWriter]:
+        """A context in which all shards that this rank owns (`rank_shards`) are replaced by those of a policy version
+        (None: the next one): its `write` copies values, cut and ordered in any way, to their places.
 
-        Each update is copied to its place when it comes. ValueError for elements that this rank does not own, that come
-        twice or not at all; `generate` refuses until an update is complete. Returns what `shard_digests` would return;
-        each digest was taken from the memory of the shard when all of it was written.
+        ValueError for elements that this rank does not own, that come twice or, at the end, not at all; `generate`
+        refuses until an update is complete. Afterwards `ShardWriter.digests` are what `shard_digests` would return;
+        each was taken from the memory of the shard when all of it was written.
         """
-        digests = self.core.idle_worker("update_weight_shards").update_weight_shards(updates)
+        with self.core.idle_worker("update_weight_shards").weights.update_shards() as writer:
+            yield writer
         self.core.set_policy_version(version)
-        return digests
 
     def rank_shards(self, rank: int) -> RankShards:
         """Hugging Face name -> what rank `rank` of an engine like this one owns (as `ParallelConfig` counts ranks)."""
@@ -336,18 +336,18 @@ class LLM:
         Collective over the ranks of an instance; a rank's own copies are what it counts of tensors that others hold
         too.
         """
-        return self.core.worker.weights_digest()
+        return self.core.worker.weights.digests()
 
     def shard_digests(self) -> dict[str, WeightDigest]:
         """Hugging Face name -> digest of this rank's shard as it is in memory now; not collective."""
-        return self.core.worker.shard_digests()
+        return self.core.worker.weights.shard_digests()
 
     def check_weights_loaded(self) -> None:
         """ValueError naming every weight that has not come since a level-2 sleep.
 
         Call it after the last load_weights.
         """
-        self.core.worker.check_weights_loaded()
+        self.core.worker.weights.check_loaded()
 
     def get_memory_report(self) -> dict[str, int]:
         """Return the bytes of weights, host copies and KV cache, the number of KV blocks, and the device's free and

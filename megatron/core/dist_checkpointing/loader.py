@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from hf_formats.finite import require_finite
 from megatron.core.dist_checkpointing.common import read_common
 from megatron.core.dist_checkpointing.manifest import Manifest, file_problems, read_manifest
-from megatron.core.dist_checkpointing.mapping import Shard
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.random_states import get_random_states, seed_from_states, set_random_states
 from megatron.core.dist_checkpointing.ranks import Ranks
 from megatron.core.dist_checkpointing.saved_tensors import read_metadata
@@ -95,11 +95,11 @@ def verify_checkpoint(directory: str | os.PathLike[str], groups: ProcessGroups |
 class _ShardPlanner(dcp.DefaultLoadPlanner):
     """Requests the parts of saved chunks that overlap ``shards`` and writes them there."""
 
-    def __init__(self, shards: Sequence[Shard], metadata: Metadata) -> None:
+    def __init__(self, shards: Sequence[ShardedTensor], metadata: Metadata) -> None:
         super().__init__()
         self.problems: list[str] = []  # values that are not finite
         self._saved, self._files = metadata.state_dict_metadata, metadata.storage_data
-        self._shards: dict[str, dict[torch.Size, list[Shard]]] = {}
+        self._shards: dict[str, dict[torch.Size, list[ShardedTensor]]] = {}
         for shard in shards:
             self._shards.setdefault(shard.key, {}).setdefault(torch.Size(shard.offsets), []).append(shard)
 
@@ -133,7 +133,7 @@ class _ShardPlanner(dcp.DefaultLoadPlanner):
         return views
 
 
-def _read(reader: dcp.FileSystemReader, metadata: Metadata, shards: Sequence[Shard]) -> list[str]:
+def _read(reader: dcp.FileSystemReader, metadata: Metadata, shards: Sequence[ShardedTensor]) -> list[str]:
     """Fill ``shards``; returns what is not finite."""
     planner = _ShardPlanner(shards, metadata)
     reader.set_up_storage_reader(metadata, is_coordinator=False)
@@ -146,7 +146,7 @@ def _read(reader: dcp.FileSystemReader, metadata: Metadata, shards: Sequence[Sha
     return planner.problems
 
 
-def _problems(shards: Sequence[Shard], metadata: Metadata) -> list[str]:
+def _problems(shards: Sequence[ShardedTensor], metadata: Metadata) -> list[str]:
     """The differences between this rank's tensors and the saved ones."""
     found: dict[str, str] = {}
     for shard in shards:

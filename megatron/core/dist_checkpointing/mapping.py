@@ -21,7 +21,7 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 
 
 @dataclass(frozen=True)
-class Shard:
+class ShardedTensor:
     """A hyper-rectangle of a global tensor and its memory on this rank.
 
     key: name of the global tensor · global_shape: its shape · offsets: index of the shard's first element in it ·
@@ -37,7 +37,7 @@ class Shard:
     def sizes(self) -> Shape:
         return tuple(self.tensor.shape)
 
-    def split(self, max_bytes: int) -> Iterator[Shard]:
+    def split(self, max_bytes: int) -> Iterator[ShardedTensor]:
         """Parts of at most ``max_bytes``, cut along the first dimensions; the shard itself if it is small enough."""
         num_bytes = self.tensor.numel() * self.tensor.element_size()
         dim = next((dim for dim, size in enumerate(self.sizes) if size > 1), None)
@@ -49,7 +49,7 @@ class Shard:
         for start in range(0, size, step):
             offsets = (*self.offsets[:dim], self.offsets[dim] + start, *self.offsets[dim + 1 :])
             part = self.tensor.narrow(dim, start, min(step, size - start))
-            yield from Shard(self.key, self.global_shape, offsets, part).split(max_bytes)
+            yield from ShardedTensor(self.key, self.global_shape, offsets, part).split(max_bytes)
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,14 @@ class Placement:
     global_shape: Shape
     spans: tuple[tuple[Span, ...], ...]
 
-    def shards(self, key: str, flat: Tensor, start: int, stop: int) -> Iterator[Shard]:
+    def shards(self, key: str, flat: Tensor, start: int, stop: int) -> Iterator[ShardedTensor]:
         """The shards of elements [start, stop) of the flattened local tensor, whose values are ``flat``."""
         strides = [prod(self.local_shape[dim + 1 :]) for dim in range(len(self.local_shape))]
         for offsets, sizes in rectangles(self.local_shape, start, stop):
             for parts in product(*map(_overlaps, self.spans, offsets, sizes)):
                 first = sum(part.local_start * stride for part, stride in zip(parts, strides, strict=True))
                 view = flat.as_strided([part.size for part in parts], strides, flat.storage_offset() + first - start)
-                yield Shard(key, self.global_shape, tuple(part.global_start for part in parts), view)
+                yield ShardedTensor(key, self.global_shape, tuple(part.global_start for part in parts), view)
 
 
 def rectangles(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from megatron.core.dist_checkpointing.mapping import Shape, Shard
+from megatron.core.dist_checkpointing.mapping import Shape, ShardedTensor
 
 Chunk = tuple[Shape, Shape]  # offsets, sizes
 
@@ -53,9 +53,9 @@ class GlobalPlan:
         return SavePlan(items)
 
 
-def owned_chunks(shards: Iterable[Shard]) -> OwnedChunks:
+def owned_chunks(shards: Iterable[ShardedTensor]) -> OwnedChunks:
     """The distinct chunks of a rank; equal on ranks that own the same."""
-    by_key: dict[str, list[Shard]] = {}
+    by_key: dict[str, list[ShardedTensor]] = {}
     for shard in shards:
         by_key.setdefault(shard.key, []).append(shard)
     return {

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from megatron.core.dist_checkpointing.mapping import Shard, global_names, placement_of
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, global_names, placement_of
 from megatron.core.dist_checkpointing.ranks import Ranks
 from megatron.core.optimizer import DistributedOptimizer
 
 
-def training_shards(model: nn.Module, optimizer: DistributedOptimizer | None, ranks: Ranks) -> list[Shard]:
+def training_shards(model: nn.Module, optimizer: DistributedOptimizer | None, ranks: Ranks) -> list[ShardedTensor]:
     """The model's shards (also of frozen parameters) under ``model.``, and the optimizer's.
 
     Parameters and persistent buffers must be on the device. Master weights and moments, on whatever device they are,
@@ -24,7 +24,7 @@ def training_shards(model: nn.Module, optimizer: DistributedOptimizer | None, ra
         name: placement_of(key, state[name], params.get(name), ranks.layout, coords)
         for name, key in global_names(module).items()
     }
-    found: list[Shard] = []
+    found: list[ShardedTensor] = []
     for name, tensor in state.items():
         assert tensor.untyped_storage().nbytes() > 0 or tensor.numel() == 0, f"{name} is offloaded"
         assert tensor.is_contiguous(), f"{name} is not contiguous"
@@ -39,8 +39,9 @@ def training_shards(model: nn.Module, optimizer: DistributedOptimizer | None, ra
     return found
 
 
-def random_state_shards(states: Mapping[str, Tensor], rank: int) -> list[Shard]:
+def random_state_shards(states: Mapping[str, Tensor], rank: int) -> list[ShardedTensor]:
     """The states of this rank's random generators under ``rng.rank{rank}.``."""
     return [
-        Shard(f"rng.rank{rank}.{name}", tuple(state.shape), (0,) * state.dim(), state) for name, state in states.items()
+        ShardedTensor(f"rng.rank{rank}.{name}", tuple(state.shape), (0,) * state.dim(), state)
+        for name, state in states.items()
     ]

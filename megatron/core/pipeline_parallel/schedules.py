@@ -105,10 +105,10 @@ def forward_backward_pipelining_with_interleaving(run: MicroBatchRun) -> None:
     """Interleaved 1F1B: every stage has V chunks of the model, and the pipeline's bubble is V times smaller.
 
     Narayanan et al. 2021 (arXiv 2104.04473, section 2.2), with upstream's tables of tasks.
-    ``config.microbatch_group_size_per_vp_stage`` micro-batches (default: the number of stages, which is also the least)
-    run through one chunk before the next begins. We differ in two points: any number of micro-batches works (upstream
-    refuses a last group smaller than the number of stages), and every transfer is posted at once and waited for when
-    it is used, so that it overlaps with computing (upstream's ``overlap_p2p_comm``).
+    As many micro-batches as there are stages, upstream's default, run through one chunk before the next begins. We
+    differ in two points: any number of micro-batches works (upstream refuses a last group smaller than the number of
+    stages), and every transfer is posted at once and waited for when it is used, so that it overlaps with computing
+    (upstream's ``overlap_p2p_comm``).
     """
     groups, shapes = run.groups, run.shapes
     num_stages = groups.layout.pipeline_model_parallel_size
@@ -117,12 +117,7 @@ def forward_backward_pipelining_with_interleaving(run: MicroBatchRun) -> None:
         raise ValueError(
             f"the model has {len(run.chunks)} chunks; virtual_pipeline_model_parallel_size is {num_chunks}"
         )
-    group_size = run.config.microbatch_group_size_per_vp_stage or num_stages
-    if group_size < num_stages:
-        raise ValueError(
-            f"microbatch_group_size_per_vp_stage is {group_size}; it must be at least the {num_stages} pipeline stages"
-        )
-    steps = timetable(len(shapes), num_chunks, num_stages, group_size, run.forward_only)[groups.coords.pp]
+    steps = timetable(len(shapes), num_chunks, num_stages, num_stages, run.forward_only)[groups.coords.pp]
     transfers = RingTransfers(groups, run.config.pipeline_dtype, run.device)
     arriving: dict[tuple[bool, Task], Receiving] = {}
     for step in steps:

@@ -18,8 +18,6 @@ class ModelParallelConfig:
 
     sequence_parallel: bool = False  # must be True when TP > 1
     params_dtype: torch.dtype = torch.float32
-    # Virtual stages: micro-batches that run through one chunk before the next begins; None: one for each stage.
-    microbatch_group_size_per_vp_stage: int | None = None
 
     @property
     def pipeline_dtype(self) -> torch.dtype:

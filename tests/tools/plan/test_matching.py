@@ -38,7 +38,11 @@ def planned(model_dir: Path) -> Calls:
     config = load_config(overrides_of(str(model_dir), world_size, *overrides))
     device, size = load_device("cpu"), StepSize(10, 8)
     return {
-        rank: [Phase(calls.phase, calls.whole()) for calls in plan_rank(config, device, rank, size).calls]
+        rank: [
+            Phase(calls.phase, sample)
+            for calls in plan_rank(config, device, rank, size).calls
+            for sample in calls.samples
+        ]
         for rank in range(config.trainer.world_size)
     }
 

@@ -1,8 +1,9 @@
-"""The plan of a rank from a few micro-batches equals that of all of them."""
+"""The plan of a rank from a few micro-batches counts what all of them do."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,17 +11,22 @@ import pytest
 from tests.mindspeed_llm.tiny import tiny_hf_config
 from tests.tools.plan.training_calls import run_training
 from tests.tools.plan.truth_layouts import LAYOUTS, overrides_of
-from tools.plan.collectives import CollectiveLog
+from tools.plan.collectives import Collective, CollectiveLog
 from tools.plan.device import MemoryMeter, PlannedDevice
 from tools.plan.devices import load_device
+from tools.plan.phase_calls import PhaseCalls, link_bytes
 from tools.plan.platform import PlannedCpu
 from tools.plan.rank_plan import plan_rank
 from tools.plan.training import StepSize
 from tools.plan.worker import PlannedWorker
 from tools.plan.world import planned_rank
+from verl.protocol import DataProto
 from verl.trainer.config import PPOTrainerConfig, load_config
 
-ONE_ROW = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"
+ONE_ROW = (
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1",
+)
 REPLAY = "actor_rollout_ref.actor.router_replay.mode=R2"
 
 
@@ -37,9 +43,12 @@ def _config(model_dir: Path, layout: str, *more: str) -> PPOTrainerConfig:
 
 
 def assert_planned_whole(config: PPOTrainerConfig, rank: int) -> None:
-    """The training calls of a rank's plan are those of the planned rank that makes all of them."""
+    """Numbers and bytes of the training calls of a rank's plan are those of the planned rank that makes all of them,
+    they begin alike, and there are the same kinds of them.
+    """
     world_size = config.trainer.world_size
-    planned = plan_rank(config, load_device("cpu"), rank, StepSize(10, 8))
+    profile = load_device("cpu")
+    planned = plan_rank(config, profile, rank, StepSize(10, 8))
     log = CollectiveLog()
     device = PlannedDevice(log, MemoryMeter(), has_host_memory=False)
     with planned_rank(rank, world_size, world_size), device:
@@ -49,8 +58,19 @@ def assert_planned_whole(config: PPOTrainerConfig, rank: int) -> None:
         whole = run_training(worker, rows, StepSize(10, 8), log, device.meter)
     planned_calls = {calls.phase: calls for calls in planned.calls}
     for name, phase in whole.items():
-        assert planned_calls[name].outside < planned_calls[name].count, f"{name}: was run whole"
-        assert list(planned_calls[name].whole()) == list(phase.collectives), name
+        calls = planned_calls[name]
+        sample, made = calls.samples[0], phase.collectives
+        if worker.groups.layout.pipeline_model_parallel_size > 1:  # else all micro-batches make their calls together
+            assert len(sample) < len(made), f"{name}: was run whole"
+        assert calls.count == len(made), name
+        assert Counter(calls.link_bytes) == link_bytes(made, rank, profile), name
+        num_first = len(sample) // 4
+        assert sample[:num_first] == made[:num_first], name
+        assert {_without_sizes(call) for call in sample} == {_without_sizes(call) for call in made}, name
+
+
+def _without_sizes(call: Collective) -> Collective:
+    return call._replace(sent=0, received=0, splits=None)
 
 
 @pytest.mark.parametrize(
@@ -64,13 +84,35 @@ def assert_planned_whole(config: PPOTrainerConfig, rank: int) -> None:
     ],
 )
 def test_many_micro_batches_are_planned_from_few(layout: str, rank: int, model_dir: Path) -> None:
-    assert_planned_whole(_config(model_dir, layout, ONE_ROW, REPLAY), rank)
+    assert_planned_whole(_config(model_dir, layout, *ONE_ROW, REPLAY), rank)
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_several_mini_batches_are_planned_from_one(rank: int, model_dir: Path) -> None:
     mini_batches = ("actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.actor.ppo_epochs=2")
-    assert_planned_whole(_config(model_dir, "tp2_pp2_uneven_ep2", ONE_ROW, REPLAY, *mini_batches), rank)
+    assert_planned_whole(_config(model_dir, "tp2_pp2_uneven_ep2", *ONE_ROW, REPLAY, *mini_batches), rank)
+
+
+def test_equal_steps_are_counted_and_two_are_shown() -> None:
+    call, device = Collective("all_reduce", "tp", (0, 1), "float32", 3, 3, None, -1), load_device("a3")
+    calls = PhaseCalls.of("decode", [call, call], 0, device, steps=50)
+    assert calls == PhaseCalls("decode", ((call, call),) * 2, 100, {"node": 100 * 12})
+    assert PhaseCalls.of("decode", [call._replace(ranks=(0,))], 0, device).link_bytes == {}  # of one rank alone
+    for ranks, link in (((0, 15), "node"), ((15, 16), "domain"), ((0, 768), "cluster")):
+        assert link_bytes([call._replace(ranks=ranks)], 0, device) == {link: 12}
+
+
+def test_micro_batches_that_add_different_calls_are_refused(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = PlannedWorker.update_actor
+
+    def twice(worker: PlannedWorker, data: DataProto) -> DataProto:
+        """The second micro-batch adds less than the third."""
+        found = plain(worker, data)
+        return plain(worker, data) if len(data) > 4 else found
+
+    monkeypatch.setattr(PlannedWorker, "update_actor", twice)
+    with pytest.raises(ValueError, match="update_actor: micro-batches make different calls"):
+        plan_rank(_config(model_dir, "tp2_pp2_uneven_ep2"), load_device("cpu"), 2, StepSize(10, 8))
 
 
 def test_the_phases_of_a_step_come_in_order(model_dir: Path) -> None:

@@ -20,7 +20,7 @@ from tools.plan.world import planned_rank, run_variables
 from tools.workshop.bench.models import deepseek_v3_config
 from verl.trainer.config import load_config, validate_config
 from verl.trainer.config.override_text import override
-from verl.workers.sharding_manager.transfer_plan import TransferPlan
+from verl.workers.weight_sync.plan import TransferPlan
 from vllm.config import SchedulerConfig
 from vllm.model_executor.model_loader.rank_shards import engine_shards
 
@@ -60,7 +60,7 @@ def test_rank_of_671b(tmp_path: Path) -> None:
     share = 0.6  # of which the cache cannot hold every sequence
     with worker_of(tmp_path, 37, EXCHANGE + "all_gather", SHARE + str(share)) as worker:
         engine = worker.rollout.inference_engine.config
-        transfer_plan = worker.sharding_manager.sync.plan
+        transfer_plan = worker.rollout_mode.sync.plan
         plan = plan_rollout(worker, ROWS, PROMPT, RESPONSE)
     assert_dispatch_takes_less(tmp_path, transfer_plan)
     held = engine_shards(engine, 37).values()
@@ -105,7 +105,7 @@ def test_rank_of_671b(tmp_path: Path) -> None:
 
 def assert_dispatch_takes_less(folder: Path, transfer_plan: TransferPlan) -> None:
     with worker_of(folder, 255, EXCHANGE + "dispatch") as worker:
-        is_shared = worker.sharding_manager.sync.plan is transfer_plan
+        is_shared = worker.rollout_mode.sync.plan is transfer_plan
         assert is_shared  # pytest would print both
         plan = plan_rollout(worker, ROWS, PROMPT, RESPONSE)
     prefill, decode = plan.prefill, plan.decode

@@ -166,7 +166,7 @@ def watch(
     mine = prompts(worker.rank // tp, lengths)
     with log.apart() as generation:
         worker.generate_sequences(mine)
-    with worker.sharding_manager:
+    with worker.rollout_mode:
         report = worker.rollout.inference_engine.get_memory_report()
         steps: list[Step] = []
         if not worker.config.rollout.rebalance_interval:  # else requests cannot be added one by one

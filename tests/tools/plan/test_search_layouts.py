@@ -10,7 +10,7 @@ import pytest
 
 from megatron.core.parallel_layout import ParallelLayout
 from tools.plan.devices import load_device
-from tools.plan.search.bound import Bounds, RolloutKnobs
+from tools.plan.search.bound import Bounds
 from tools.plan.search.layouts import layer_lists, rollout_layouts, rollout_settings, training_layouts
 from tools.plan.search.overrides import overrides_of
 from tools.plan.search.rank import Ranking, own_candidate, ranking
@@ -93,7 +93,7 @@ def test_a_run_that_shares_tokens_is_searched_with_dispatch_alone() -> None:
     run, shape, _ = planned(A3)
     rollout = "actor_rollout_ref.rollout"
     given = run.changed([f"{rollout}.expert_exchange=dispatch", f"{rollout}.use_sequence_parallel_moe=true"])
-    assert {knobs.expert_exchange for knobs in rollout_settings(given, shape.rollout)} == {"dispatch"}
+    assert {settings.expert_exchange for settings in rollout_settings(given, shape.rollout)} == {"dispatch"}
     assert not rollout_settings(given, replace(shape.rollout, has_expert_parallel=False))
 
 
@@ -102,9 +102,9 @@ def test_the_best_is_at_least_as_fast_as_the_recipe(which: str, request: pytest.
     run, shape, size, found = request.getfixturevalue(which)
     own, bounds = own_candidate(run, shape, load_constants()), Bounds(run, size)
     budget = run.device.budget_bytes
-    assert max(bounds.memory(own.shape, own.knobs).values()) <= budget
+    assert max(bounds.memory(own.shape).values()) <= budget
     assert found.best[0].step.total_s <= own.step.total_s
-    assert all(max(bounds.memory(best.shape, best.knobs).values()) <= budget for best in found.best)
+    assert all(max(bounds.memory(best.shape).values()) <= budget for best in found.best)
     seconds = [candidate.step.total_s for candidate in found.best]
     assert seconds == sorted(seconds)
 
@@ -117,7 +117,6 @@ def test_overrides_make_the_layout(which: str, request: pytest.FixtureRequest) -
         other, made, _ = planned(config, *overrides_of(candidate, run.config))
         assert validate_config(other.config) == []
         assert made.rollout == candidate.shape.rollout
-        assert RolloutKnobs.of(other.config) == candidate.knobs
         train = candidate.shape.train
         assert (made.train.update, made.train.log_prob) == (train.update, train.log_prob)
         again = train.recomputed_layers
@@ -142,7 +141,7 @@ def test_the_bound_is_what_was_planned() -> None:
     for overrides, expected in cases:
         run, shape, size = planned(A3, *overrides)
         bounds = Bounds(run, size)
-        found = bounds.memory(shape, RolloutKnobs.of(run.config))
+        found = bounds.memory(shape)
         for phase, gib in expected.items():
             assert gib * 0.99 <= found[phase] / GIB <= gib * 1.08, (overrides, phase)
         assert bounds.rollout_weights(shape.rollout) / GIB == pytest.approx(22.81, abs=0.01)
@@ -152,5 +151,5 @@ def test_a_cache_that_the_engine_refuses_does_not_fit() -> None:
     own = "actor_rollout_ref.rollout.gpu_memory_utilization="
     for share, is_refused in (("0.8", False), ("0.4", True)):
         run, shape, size = planned(A3, own + share)
-        found = Bounds(run, size).memory(shape, RolloutKnobs.of(run.config))
+        found = Bounds(run, size).memory(shape)
         assert (found["generate"] == inf) == is_refused

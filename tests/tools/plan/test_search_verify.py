@@ -38,7 +38,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> WholePlan:
 def without_calls(plan: WholePlan, name: str) -> WholePlan:
     """The last stage does not make those of one phase."""
     last = plan.stages[-1]
-    calls = tuple(replace(phase, parts=()) if phase.phase == name else phase for phase in last.calls)
+    calls = tuple(replace(phase, samples=()) if phase.phase == name else phase for phase in last.calls)
     return replace(plan, stages=(*plan.stages[:-1], replace(last, calls=calls)))
 
 

@@ -18,7 +18,6 @@ from tools.plan.timing import MicroBatches, RolloutShape, RunShape
 from tools.plan.training import StepSize
 from tools.plan.whole import PROCESS_BYTES
 from tools.plan.world import environment_of, run_variables
-from verl.trainer.config import PPOTrainerConfig
 from vllm.ops.cuda.exchange import is_gathered
 from vllm.platforms.cpu import KV_CACHE_FRACTION_OF_HOST
 from vllm.platforms.interface import ACTIVATION_FRACTION
@@ -35,20 +34,6 @@ HEAD_BYTES = 4  # for each token and vocabulary entry
 SAMPLER_COPIES = 6  # float32 copies of the logits
 
 
-@dataclass(frozen=True)
-class RolloutKnobs:
-    """Settings of the rollout that affect its memory, other than its layout, with verl's names."""
-
-    max_num_batched_tokens: int
-    expert_exchange: str
-
-    @staticmethod
-    def of(config: PPOTrainerConfig) -> RolloutKnobs:
-        """The settings of ``config``."""
-        rollout = config.actor_rollout_ref.rollout
-        return RolloutKnobs(rollout.max_num_batched_tokens, rollout.expert_exchange)
-
-
 @dataclass
 class Bounds:
     """Bounds of the memory of any layout of one run."""
@@ -61,18 +46,18 @@ class Bounds:
         self.engine, self.settings = self.config.actor_rollout_ref.actor.megatron, self.config.actor_rollout_ref.rollout
         self.param_bytes = 4 if self.engine.dtype == "float32" else 2
 
-    def memory(self, shape: RunShape, knobs: RolloutKnobs) -> dict[str, float]:
+    def memory(self, shape: RunShape) -> dict[str, float]:
         """Phase -> bound of device memory."""
-        buffers = self._communicators(shape, knobs)
+        buffers = self._communicators(shape)
         training = {"log_prob": self.log_prob_bytes(shape) + buffers, "update": self.update_bytes(shape) + buffers}
-        return self.rollout_bytes(shape, knobs, buffers) | training
+        return self.rollout_bytes(shape, buffers) | training
 
-    def _communicators(self, shape: RunShape, knobs: RolloutKnobs) -> float:
+    def _communicators(self, shape: RunShape) -> float:
         overrides, rebalances = self.engine.override_transformer_config, self.settings.rebalance_interval > 0
         dispatcher = overrides.get("moe_token_dispatcher_type", "alltoall")
         kind, rollout = KINDS[self.device.family], shape.rollout
         with environment_of(run_variables(self.device.family)):
-            return communicator_bytes(kind, shape.train.layout, dispatcher, rollout, knobs.expert_exchange, rebalances)
+            return communicator_bytes(kind, shape.train.layout, dispatcher, rollout, rebalances)
 
     def log_prob_bytes(self, shape: RunShape) -> float:
         """The memory of the fullest stage in a pass without a backward; 0 when there is no such pass."""
@@ -94,7 +79,7 @@ class Bounds:
             most = max(most, stays + moving + params + grads + MARGIN * self._backward(shape, stage, tokens))
         return most
 
-    def rollout_bytes(self, shape: RunShape, knobs: RolloutKnobs, buffers: float) -> dict[str, float]:
+    def rollout_bytes(self, shape: RunShape, buffers: float) -> dict[str, float]:
         """Phase -> bytes of the rank whose training weights are fewest, which has the largest cache.
 
         buffers: of communicators.
@@ -108,11 +93,11 @@ class Bounds:
         if self.settings.num_gpu_blocks_override is None and least < self._sequence_bytes(tp):
             cache = inf  # the engine of the fullest stage refuses a cache that does not hold a sequence
         most_sequences = max(self.settings.cudagraph_capture_sizes or [shape.rollout.max_num_seqs])
-        graphs = self._experts(shape, knobs, most_sequences) if shape.rollout.has_graphs else 0.0
+        graphs = self._experts(shape, most_sequences) if shape.rollout.has_graphs else 0.0
         state = min(kept) + weights + cache + graphs
         return {
             "weight_sync": buffers + max(map(sum, held)) + weights + buckets,
-            "generate": state + self._prefill(shape, knobs),
+            "generate": state + self._prefill(shape),
         }
 
     def rollout_weights(self, rollout: RolloutShape) -> float:
@@ -224,19 +209,17 @@ class Bounds:
         width = HFConfig(**vars(self.hf)).kv_values_per_token(tp)
         return width * self.hf.num_hidden_layers * item * rollout.block_size
 
-    def _prefill(self, shape: RunShape, knobs: RolloutKnobs) -> float:
+    def _prefill(self, shape: RunShape) -> float:
         """What the largest prefill step needs: its experts, or its attention, or the sampler."""
         hf, rollout, item = self.hf, shape.rollout, shape.rollout.weight_bytes
-        tokens = knobs.max_num_batched_tokens
+        tokens = rollout.max_num_batched_tokens
         context = tokens + self.size.prompt_length + self.size.response_length
         head = hf.qk_nope_head_dim + 2 * hf.v_head_dim + 3 * hf.qk_head_dim if hf.is_mla else 4 * hf.head_dim
         attention = context * hf.num_attention_heads / rollout.tp * head * item
         sampled = min(rollout.max_num_seqs, tokens) * hf.vocab_size * 4.0 * SAMPLER_COPIES
-        return (
-            MARGIN * max(self._experts(shape, knobs, tokens), attention, sampled) + 4 * tokens * hf.hidden_size * item
-        )
+        return MARGIN * max(self._experts(shape, tokens), attention, sampled) + 4 * tokens * hf.hidden_size * item
 
-    def _experts(self, shape: RunShape, knobs: RolloutKnobs, tokens: int) -> float:
+    def _experts(self, shape: RunShape, tokens: int) -> float:
         """Bytes of one layer's routed experts, for ``tokens`` tokens of each replica."""
         hf, rollout, item = self.hf, shape.rollout, shape.rollout.weight_bytes
         hidden, inner, topk = hf.hidden_size, hf.moe_intermediate_size, hf.num_experts_per_tok
@@ -244,7 +227,7 @@ class Bounds:
             return tokens * 3.0 * hf.intermediate_size / rollout.tp * item
         span = rollout.expert_ranks
         is_shared = rollout.has_expert_parallel and span > 1
-        if not is_shared or knobs.expert_exchange == "all_gather":
+        if not is_shared or rollout.expert_exchange == "all_gather":
             gathered = tokens * (rollout.dp if is_shared else 1)
             width = inner if is_shared else inner // rollout.tp
             # Ascend's experts carry every choice along, those of other ranks too.

@@ -14,7 +14,7 @@ from vllm.distributed.parallel_state import GROUP_PREFIX
 
 @lru_cache(maxsize=4096)
 def communicator_bytes(
-    kind: str, layout: ParallelLayout, dispatcher: str, rollout: RolloutShape, expert_exchange: str, rebalances: bool
+    kind: str, layout: ParallelLayout, dispatcher: str, rollout: RolloutShape, rebalances: bool
 ) -> int:
     """Bytes on a rank of a stage that has one before it and one after it.
 
@@ -40,8 +40,8 @@ def communicator_bytes(
     shares_experts = rollout.has_expert_parallel and rollout.expert_ranks > 1
     engine = {
         "tp": rollout.tp > 1,
-        "exchange": shares_experts and expert_exchange == "dispatch",
-        "ep": shares_experts and expert_exchange != "dispatch",
+        "exchange": shares_experts and rollout.expert_exchange == "dispatch",
+        "ep": shares_experts and rollout.expert_exchange != "dispatch",
         "dp": rollout.dp > 1 and (shares_experts or rebalances),
     }
     used += [GROUP_PREFIX + name for name, is_used in engine.items() if is_used]

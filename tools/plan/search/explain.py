@@ -9,7 +9,7 @@ from rich.console import Console
 
 from tools.plan.devices import GIB
 from tools.plan.rank_plan import RankPlan
-from tools.plan.search.bound import Bounds, RolloutKnobs
+from tools.plan.search.bound import Bounds
 from tools.plan.search.layouts import rollout_settings
 from tools.plan.search.rank import ranking
 from tools.plan.search.show import describe, differences
@@ -59,27 +59,27 @@ def explain(
 
 def what_gives(plan: WholePlan, shape: RunShape) -> list[str]:
     """Single changes after which the bound says that it fits in the phases that are too full now."""
-    run, bounds, knobs = plan.run, Bounds(plan.run, plan.size), RolloutKnobs.of(plan.run.config)
+    run, bounds = plan.run, Bounds(plan.run, plan.size)
     budget = run.device.budget_bytes
     full = {rank.peak.name in TRAINING for rank in plan.stages if rank.peak.peak_bytes > budget}
-    changes: list[tuple[str, RunShape, RolloutKnobs]] = []
+    changes: list[tuple[str, RunShape]] = []
     if True in full:
         update, log_prob = shape.train.update, shape.train.log_prob
         if shape.train.recomputed_layers >= 0:
-            changes.append(("recomputing all layers", shape.with_train(recomputed_layers=-1), knobs))
+            changes.append(("recomputing all layers", shape.with_train(recomputed_layers=-1)))
         if update.samples > 1:
-            changes.append(("micro-batches of 1", shape.with_train(update=replace(update, samples=1)), knobs))
+            changes.append(("micro-batches of 1", shape.with_train(update=replace(update, samples=1))))
         if log_prob.samples > 1:
             one = replace(log_prob, samples=1)
-            changes.append(("log-prob micro-batches of 1", shape.with_train(log_prob=one), knobs))
+            changes.append(("log-prob micro-batches of 1", shape.with_train(log_prob=one)))
     if False in full:
         for other in rollout_settings(run, shape.rollout)[1:]:
             text = f"expert_exchange={other.expert_exchange} max_num_batched_tokens={other.max_num_batched_tokens}"
-            changes.append((f"rollout.{text}", shape, other))
+            changes.append((f"rollout.{text}", replace(shape, rollout=other)))
     phases = [name for is_training in full for name in (("log_prob", "update") if is_training else ("generate",))]
     fitting = []
-    for text, changed, settings in changes:
-        found = bounds.memory(changed, settings)
+    for text, changed in changes:
+        found = bounds.memory(changed)
         most = max(found[name] for name in phases)
         if most <= budget:
             fitting.append(f"{text}: the bound is then {most / GIB:.1f} GiB")

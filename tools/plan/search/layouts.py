@@ -8,7 +8,6 @@ from dataclasses import replace
 from hf_formats.config import HFModelConfig
 from megatron.core.parallel_layout import ParallelLayout
 from tools.plan.devices import KINDS, DeviceProfile
-from tools.plan.search.bound import RolloutKnobs
 from tools.plan.setup import PlannedRun
 from tools.plan.timing import MicroBatches, RolloutShape
 from tools.plan.world import run_variables
@@ -106,25 +105,25 @@ def rollout_layouts(run: PlannedRun, own: RolloutShape) -> Iterator[RolloutShape
                     yield replace(shared, has_graphs=False)
 
 
-def rollout_settings(run: PlannedRun, shape: RolloutShape) -> list[RolloutKnobs]:
-    """The config's settings first, then what needs less memory: the other exchange, and smaller prefill steps.
+def rollout_settings(run: PlannedRun, shape: RolloutShape) -> list[RolloutShape]:
+    """``shape`` with its own settings first, then with what needs less memory: the other exchange, and smaller prefill
+    steps.
 
     With ``use_sequence_parallel_moe`` tokens are dispatched or there are no settings.
     """
-    own = RolloutKnobs.of(run.config)
     exchanges = ["all_gather"]
     is_capturable = not shape.has_graphs or _can_capture_dispatch(run, shape)
     if shape.has_expert_parallel and _can_dispatch(run.hf, run.device, shape) and is_capturable:
         exchanges.append("dispatch")
-    if own.expert_exchange in exchanges:
-        exchanges.sort(key=lambda name: name != own.expert_exchange)
+    if shape.expert_exchange in exchanges:
+        exchanges.sort(key=lambda name: name != shape.expert_exchange)
     if run.config.actor_rollout_ref.rollout.use_sequence_parallel_moe:
         exchanges.remove("all_gather")
-    tokens = [own.max_num_batched_tokens]
+    tokens = [shape.max_num_batched_tokens]
     while tokens[-1] >= 2 * LEAST_PREFILL_TOKENS and run.config.actor_rollout_ref.rollout.enable_chunked_prefill:
         tokens.append(tokens[-1] // 2)
     return [
-        replace(own, max_num_batched_tokens=count, expert_exchange=exchange)
+        replace(shape, max_num_batched_tokens=count, expert_exchange=exchange)
         for count in tokens
         for exchange in exchanges
     ]

@@ -21,7 +21,7 @@ _RECOMPUTED = ("recompute_granularity", "recompute_method", "recompute_num_layer
 
 def overrides_of(candidate: Candidate, config: PPOTrainerConfig) -> list[str]:
     """The overrides that make ``config`` the candidate."""
-    train, rollout, knobs = candidate.shape.train, candidate.shape.rollout, candidate.knobs
+    train, rollout = candidate.shape.train, candidate.shape.rollout
     actor, layout = config.actor_rollout_ref.actor, train.layout
     own_fields = actor.megatron.override_transformer_config
     found: dict[str, object] = {
@@ -53,8 +53,8 @@ def overrides_of(candidate: Candidate, config: PPOTrainerConfig) -> list[str]:
         f"{ROLLOUT}.tensor_model_parallel_size": rollout.tp,
         f"{ROLLOUT}.data_parallel_size": rollout.dp,
         f"{ROLLOUT}.enable_expert_parallel": rollout.has_expert_parallel,
-        f"{ROLLOUT}.expert_exchange": knobs.expert_exchange,
-        f"{ROLLOUT}.max_num_batched_tokens": knobs.max_num_batched_tokens,
+        f"{ROLLOUT}.expert_exchange": rollout.expert_exchange,
+        f"{ROLLOUT}.max_num_batched_tokens": rollout.max_num_batched_tokens,
         f"{ROLLOUT}.enforce_eager": not rollout.has_graphs,
     }
     return [f"{key}={value_text(value)}" for key, value in found.items()]

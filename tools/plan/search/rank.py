@@ -8,7 +8,7 @@ from itertools import islice, product
 from operator import itemgetter
 
 from megatron.core.parallel_layout import ParallelLayout
-from tools.plan.search.bound import Bounds, RolloutKnobs
+from tools.plan.search.bound import Bounds
 from tools.plan.search.layouts import (
     log_prob_batches,
     rollout_layouts,
@@ -31,7 +31,6 @@ class Candidate:
     """A layout with its predicted step."""
 
     shape: RunShape
-    knobs: RolloutKnobs
     step: StepTime
 
 
@@ -76,7 +75,7 @@ def ranking(
 
 def own_candidate(run: PlannedRun, shape: RunShape, constants: Constants) -> Candidate:
     """The config as it is, whether it fits or not."""
-    return Candidate(shape, RolloutKnobs.of(run.config), predict(shape, run.device, constants))
+    return Candidate(shape, predict(shape, run.device, constants))
 
 
 def _fitting(
@@ -117,7 +116,8 @@ def _least_recomputed(bounds: Bounds, shape: RunShape) -> RunShape | None:
 def _with_settings(bounds: Bounds, shape: RunShape, constants: Constants) -> Candidate | None:
     """With the first of ``rollout_settings`` that fits."""
     run = bounds.run
-    for knobs in rollout_settings(run, shape.rollout):
-        if max(bounds.memory(shape, knobs).values()) <= run.device.budget_bytes:
-            return Candidate(shape, knobs, predict(shape, run.device, constants))
+    for rollout in rollout_settings(run, shape.rollout):
+        other = replace(shape, rollout=rollout)
+        if max(bounds.memory(other).values()) <= run.device.budget_bytes:
+            return Candidate(other, predict(other, run.device, constants))
     return None

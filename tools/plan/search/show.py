@@ -63,12 +63,12 @@ def differences(other: StepTime, step: StepTime, other_name: str) -> list[str]:
 
 def _rollout_text(candidate: Candidate) -> str:
     """Tensor parallelism, replicas that share experts, and settings that are not the config's."""
-    rollout, knobs = candidate.shape.rollout, candidate.knobs
-    experts = f" EP{rollout.expert_ranks} {knobs.expert_exchange}" if rollout.has_expert_parallel else ""
+    rollout = candidate.shape.rollout
+    experts = f" EP{rollout.expert_ranks} {rollout.expert_exchange}" if rollout.has_expert_parallel else ""
     if candidate.shape.model.n_routed_experts and not rollout.has_expert_parallel:
         experts = " experts cut"
     eager = "" if rollout.has_graphs else ", eager"
-    return f"TP{rollout.tp} DP{rollout.dp}{experts}, {knobs.max_num_batched_tokens} tokens{eager}"
+    return f"TP{rollout.tp} DP{rollout.dp}{experts}, {rollout.max_num_batched_tokens} tokens{eager}"
 
 
 def _cells(candidate: Candidate, plan: WholePlan | None, problems: Sequence[str]) -> tuple[str, ...]:

@@ -46,7 +46,7 @@ def verified(
     for candidate in candidates:
         if sum(not found.problems for found in tried) == count or len(tried) == TRIES_FOR_EACH * count:
             break
-        halves = (candidate.shape.train, (candidate.shape.rollout, candidate.knobs))
+        halves = (candidate.shape.train, candidate.shape.rollout)
         if bad_halves & set(halves):
             continue
         found = _planned(run, candidate, size, kept)

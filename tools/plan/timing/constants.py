@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 
 TABLE = Path(__file__).with_name("constants.toml")
@@ -36,10 +36,11 @@ class Rates:
     direct_sync_gbs: float  # rate at which a ``direct`` sync brings a rank its own weights
     dispatch_gbs: float  # rate at which a controller writes the rows of all ranks, one after another
     reward_s: float  # seconds of grading one response
-    multistream_us: float  # microseconds that a layer's decode step takes longer without several streams
-    reduce_scatter_us: float  # the same without reduce-scatter after attention
-    kv_nz_us: float  # the same without the NZ layout of the cache
-    no_transpose_us: float  # the same where a rank with one expert transposes its weights
+    # Where there is no NPU, nothing is longer without its features.
+    multistream_us: float = 0.0  # microseconds that a layer's decode step takes longer without several streams
+    reduce_scatter_us: float = 0.0  # the same without reduce-scatter after attention
+    kv_nz_us: float = 0.0  # the same without the NZ layout of the cache
+    no_transpose_us: float = 0.0  # the same where a rank with one expert transposes its weights
 
 
 @dataclass(frozen=True)
@@ -88,11 +89,14 @@ class Constants:
 
     def rates(self, family: str) -> Rates:
         """The constants of ``family``: its own constants, and where it has none, those of all."""
-        names = [known.name for known in fields(Rates)]
-        found = {name: self.by_key.get(f"{family}.{name}") or self.by_key.get(f"{ALL}.{name}") for name in names}
-        if missing := [name for name, constant in found.items() if constant is None]:
-            raise ValueError(f"{TABLE.name} has neither {family}.{missing[0]} nor {ALL}.{missing[0]}")
-        return Rates(**{name: constant.value for name, constant in found.items() if constant is not None})
+        values = {}
+        for known in fields(Rates):
+            found = self.by_key.get(f"{family}.{known.name}") or self.by_key.get(f"{ALL}.{known.name}")
+            if found is not None:
+                values[known.name] = found.value
+            elif known.default is MISSING:
+                raise ValueError(f"{TABLE.name} has neither {family}.{known.name} nor {ALL}.{known.name}")
+        return Rates(**values)
 
     def with_values(self, values: Mapping[str, float]) -> Constants:
         """The same with other values, by ``family.name``."""

@@ -43,12 +43,21 @@ class PublishedRun:
 def published_runs(path: Path = TABLE) -> list[PublishedRun]:
     """Every row; ValueError for one whose shape cannot be."""
     table = tomllib.loads(path.read_text(encoding="utf-8"))
-    return [_run(row) for row in table["run"]]
+    rows: dict[str, dict[str, Any]] = {}
+    for row in table["run"]:
+        rows[row["name"]] = _merged(rows[row["like"]], row) if "like" in row else row
+    return [_run(row) for row in rows.values()]
 
 
 def published_model(name: str) -> HFModelConfig:
     """The figures of a model of ``models/``."""
     return load_hf_config(MODELS / name)
+
+
+def _merged(like: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
+    """``row`` with the values of ``like`` that it does not name; the seconds are its own."""
+    tables = {key: like[key] | row.get(key, {}) for key in ("lengths", "layout", "train", "rollout")}
+    return like | row | tables | {"seconds": row.get("seconds", {})}
 
 
 def _run(row: dict[str, Any]) -> PublishedRun:
@@ -57,14 +66,15 @@ def _run(row: dict[str, Any]) -> PublishedRun:
     rollout: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value for key, value in row["rollout"].items()
     }
+    layout = ParallelLayout.from_json(row["layout"])
     given = {"name", "model", "lengths", "train", "rollout"}
     plain = {field.name for field in fields(RunShape)} - given
     shape = RunShape(
         name=row["name"],
         model=published_model(row.get("model", "deepseek_v3")),
         lengths=Lengths(**row["lengths"]),
-        train=TrainShape(layout=ParallelLayout.from_json(row["layout"]), **train),
-        rollout=RolloutShape(**rollout),
+        train=TrainShape(layout=layout, **train),
+        rollout=RolloutShape(world_size=layout.world_size, **rollout),
         **{key: value for key, value in row.items() if key in plain},
     )
     if problems := shape.problems():

@@ -90,6 +90,9 @@ class RolloutShape:
     lacks: tuple[str, ...] = ()  # of ``DECODE_FEATURES``
     most_gathered: int = 0  # tokens of an engine up to which every rank gets all of them; more go to their experts
     has_whole_shared: bool = False  # every rank reads the shared experts whole, else its part of their width
+    # Of these depends memory alone, not the time of a step.
+    expert_exchange: str = "all_gather"
+    max_num_batched_tokens: int = 0
 
     @property
     def replicas(self) -> int:
@@ -221,6 +224,8 @@ class RunShape:
                 lacks=_lacking(rollout),
                 most_gathered=MOST_GATHERED_TOKENS if trainer.device == "cuda" else 0,
                 has_whole_shared=rollout.use_sequence_parallel_moe,
+                expert_exchange=rollout.expert_exchange,
+                max_num_batched_tokens=rollout.max_num_batched_tokens,
             ),
             has_reference=config.use_reference_policy,
             has_old_log_prob=config.needs_old_log_prob,

@@ -1,14 +1,12 @@
 """``python -m tools.workshop.bench.convert``: rates of conversions beside those of copying the same bytes.
 
 On a checkpoint with DeepSeek-V3's true widths (few layers and experts): FP8 to BF16, BF16 to shards, FP8 to shards,
-each beside a copy, file to file, of what it wrote, beside writing as many bytes from memory (what the disk takes: no
-number of workers is faster), and FP8 to BF16 beside a plain implementation of the published algorithm (whole files in
-memory, scales repeated, file after file). All write durably (fsync of each file) and take turns. A rate is bytes
-written per second of wall time, in GB/s; CPU seconds are of this process, without workers.
+each beside a copy, file to file, of what it wrote, and FP8 to BF16 beside a plain implementation of the published
+algorithm (whole files in memory, scales repeated, file after file). All write durably (fsync of each file) and take
+turns. A rate is bytes written per second of wall time, in GB/s; CPU seconds are of this process, without workers.
 
-Every subject meets the same page cache: nothing of any output, all of its own input (read right before it), or with
-``--cold`` nothing of its input either. Of runs with several workers the time to start these, the least of several
-starts, is left out.
+Every subject meets the same page cache: nothing of any output, all of its own input (read right before it). Of runs
+with several workers the time to start these, the least of several starts, is left out.
 
 A worker takes more than a core: a thread writes what it made. ``--cores-per-worker N`` gives a run, its workers and all
 of their threads, N cores for each worker and no more, so that one is compared with several as they would be on a host
@@ -40,7 +38,6 @@ from hf_formats.fp8 import FP8_DTYPE, SCALE_SUFFIX
 from mindspeed_llm.cli_io import run_cli
 from mindspeed_llm.conversion.engine import RunOptions, convert
 from mindspeed_llm.conversion.pool import run_tasks
-from mindspeed_llm.conversion.synced_file import SyncedFile
 from mindspeed_llm.convert_ckpt_deepseek3 import plan_shards
 from mindspeed_llm.fp8_cast_bf16 import plan_cast
 from mindspeed_llm.sharded_checkpoint import shard_layout
@@ -51,7 +48,6 @@ from tools.workshop.bench.remote import report_progress
 
 _QUIET_S = 0.5
 _READ_BYTES = 8 << 20
-_BLOCK_BYTES = 4 << 20
 _FILE_BYTES = 4 * 10**8  # the size of a BF16 file, so that each worker writes several
 _NUM_STARTS = 5
 
@@ -75,16 +71,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2, help="workers of the run that is compared with one worker")
     parser.add_argument("--cores-per-worker", type=int, default=0, help="cores of a run for each worker; 0: all")
-    parser.add_argument("--cold", action="store_true", help="inputs are not in the page cache")
     parser.add_argument("--only", default="", help="subjects whose names have this in them, say BF16")
-    parser.add_argument("--leave-out", default="-", help="subjects whose names have this in them, say published")
 
     def body(arguments: argparse.Namespace) -> None:
         root = arguments.dir
-        every, only, without = subjects(root, arguments.workers), arguments.only, arguments.leave_out
-        chosen = [subject for subject in every if only in subject.name and without not in subject.name]
+        chosen = [one for one in subjects(root, arguments.workers) if arguments.only in one.name]
         make_inputs(root, arguments.layers, arguments.experts, {subject.source for subject in chosen})
-        timings = measure(root, chosen, arguments.rounds, arguments.cores_per_worker, arguments.cold)
+        timings = measure(root, chosen, arguments.rounds, arguments.cores_per_worker)
         write_report(arguments.json, timings)
         print("\n".join(table(timings)))
 
@@ -101,9 +94,7 @@ def make_inputs(root: Path, num_layers: int, num_experts: int, sources: Collecti
         shard(root / "bf16", root / "shards")
 
 
-def measure(
-    root: Path, subjects: Sequence[Subject], rounds: int, cores_per_worker: int = 0, is_cold: bool = False
-) -> list[dict[str, Any]]:
+def measure(root: Path, subjects: Sequence[Subject], rounds: int, cores_per_worker: int) -> list[dict[str, Any]]:
     """Seconds, CPU seconds and bytes written of every subject, once a round, in turn."""
     timings, output = [], root / "out"
     starts_s = {1: 0.0}
@@ -113,7 +104,7 @@ def measure(
     for round_number in range(rounds):
         for subject in subjects:
             shutil.rmtree(output, ignore_errors=True)
-            prepare_cache(root, None if is_cold else subject.source)
+            prepare_cache(root, subject.source)
             time.sleep(_QUIET_S)
             with on_cores(subject.num_workers * cores_per_worker):
                 start, start_cpu = time.perf_counter(), time.process_time()
@@ -128,7 +119,7 @@ def measure(
     return timings
 
 
-def prepare_cache(root: Path, warm: Path | None) -> None:
+def prepare_cache(root: Path, warm: Path) -> None:
     """Drop what lies below ``root`` from the page cache, but read ``warm`` into it."""
     descriptor = os.open(root, os.O_RDONLY)
     ctypes.CDLL(None).syncfs(descriptor)  # what is not yet on the disk cannot be dropped
@@ -180,7 +171,6 @@ def subjects(root: Path, num_workers: int) -> list[Subject]:
         Subject("copy of BF16", bf16, partial(copy, bf16, out)),
         *both("FP8 to BF16", fp8, cast),
         Subject("FP8 to BF16, published algorithm", fp8, partial(published_algorithm, fp8, out)),
-        Subject("as many bytes from memory", fp8, partial(write_alone, bf16, out)),
         Subject("copy of shards", shards, partial(copy, shards, out)),
         *both("BF16 to shards", bf16, shard),
         *both("FP8 to shards", fp8, shard),
@@ -212,18 +202,6 @@ def copy(source: Path, target: Path) -> None:
         sync_path(Path(to))
 
     shutil.copytree(source, target, copy_function=copy_file)
-
-
-def write_alone(like: Path, target: Path) -> None:
-    """Files of the sizes of those of ``like``, of one block of memory."""
-    target.mkdir()
-    block = os.urandom(_BLOCK_BYTES)
-    for path in like.glob("*.safetensors"):
-        left = path.stat().st_size
-        with SyncedFile(target / path.name) as stream:
-            while left:
-                left -= stream.write(memoryview(block)[:left])
-            stream.sync()
 
 
 @torch.no_grad()

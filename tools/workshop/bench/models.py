@@ -15,17 +15,22 @@ from mindspeed_llm.hf_shapes import hf_tensors
 from tools.plan.model_work import model_work, train_flops_per_token
 
 ITEM_BYTES = {"bfloat16": 2, "float32": 4}  # by the dtype of a checkpoint
-_PUBLISHED = Path(__file__).parents[2] / "plan" / "models" / "deepseek_v3" / "config.json"
+_MODELS = Path(__file__).parents[2] / "plan" / "models"
 _WIDTHS = ("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "kv_lora_rank", "q_lora_rank")
+
+
+def model_config(model: str, divide: int = 1) -> dict[str, Any]:
+    """The published config.json of a model that the planner knows, with every width divided."""
+    config: dict[str, Any] = json.loads((_MODELS / model / "config.json").read_text(encoding="utf-8"))
+    return config | {name: config[name] // divide for name in _WIDTHS if name in config}
 
 
 def deepseek_v3_config(divide: int = 1, **overrides: Any) -> dict[str, Any]:
     """config.json with every width divided (and the number of heads), the rest as published, without rope scaling."""
-    config: dict[str, Any] = json.loads(_PUBLISHED.read_text(encoding="utf-8"))
+    config = model_config("deepseek_v3", divide)
     del config["rope_scaling"], config["eos_token_id"]
     config |= {"hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False}
     heads = max(4, config["num_attention_heads"] // divide)
-    config |= {name: config[name] // divide for name in _WIDTHS}
     config |= {"num_attention_heads": heads, "num_key_value_heads": heads, "num_nextn_predict_layers": 1}
     return config | overrides
 
@@ -42,48 +47,15 @@ def small_config(hidden_size: int, num_layers: int, num_experts: int, vocab_size
     return deepseek_v3_config(**heads, **widths, **experts, **layers, **sizes, initializer_range=0.02)
 
 
+_ENDS = {"bos_token_id": 0, "eos_token_id": 1}
 _COMMON = {
-    "max_position_embeddings": 40960,  # room for the answers over which the growth of a step is measured
-    "bos_token_id": 0,
-    "eos_token_id": 1,
+    "max_position_embeddings": 40960,
+    **_ENDS,
     "rope_interleave": True,
     "use_cache": True,
 }
 _SMALL = small_config(256, 4, 16, 2048) | {"num_attention_heads": 8, "num_key_value_heads": 8, "q_lora_rank": 64}
 _ATTENTION = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
-_QWEN: dict[str, Any] = {
-    "attention_bias": False,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "initializer_range": 0.02,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "use_cache": True,
-    "use_sliding_window": False,
-}
-
-
-def qwen3_config() -> dict[str, Any]:
-    """config.json of the published Qwen3-0.6B's shape."""
-    heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "num_hidden_layers": 28}
-    widths = {"hidden_size": 1024, "intermediate_size": 3072, "vocab_size": 151936, "tie_word_embeddings": True}
-    return _QWEN | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"} | heads | widths
-
-
-def qwen3_moe_config() -> dict[str, Any]:
-    """config.json of the published Qwen3-30B-A3B with every width and the number of heads divided by 8."""
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "num_hidden_layers": 48}
-    widths = {"hidden_size": 256, "intermediate_size": 768, "moe_intermediate_size": 96, "vocab_size": 18992}
-    experts = {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1}
-    more = {"mlp_only_layers": [], "tie_word_embeddings": False, "router_aux_loss_coef": 0.001}
-    names = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
-    return _QWEN | names | heads | widths | experts | more
-
-
 # A: small, with DeepSeek-V3's own widths of latent attention; B: what fills this kind of machine; C: small throughout;
 # tiny: the least model that runs, where a step is the host's; qwen3, qwen3_moe: attention of groups.
 CHECKPOINTS: dict[str, dict[str, Any]] = {
@@ -94,8 +66,8 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     | {"num_attention_heads": 2, "num_key_value_heads": 2}
     | dict(zip(_ATTENTION, (32, 16, 16, 16), strict=True))
     | _COMMON,
-    "qwen3": qwen3_config(),
-    "qwen3_moe": qwen3_moe_config(),
+    "qwen3": model_config("qwen3_0.6b") | _ENDS,
+    "qwen3_moe": model_config("qwen3_30b_a3b", divide=8) | {"num_attention_heads": 4, "num_key_value_heads": 1} | _ENDS,
 }
 
 
@@ -163,18 +135,6 @@ def random_batch(lengths: list[int], vocab_size: int, seed: int) -> Batch:
     return Batch(tuple(tuple(rng.randrange(vocab_size) for _ in range(length)) for length in lengths))
 
 
-def mixed_lengths(num_tokens: int, longest: int, seed: int) -> list[int]:
-    """Lengths as of reasoning responses to DeepScaleR's problems: log-normal, most short, a few at the limit.
-
-    The median is a sixth of ``longest`` and sigma 0.9, about what a run under a response limit shows.
-    """
-    rng = random.Random(seed)
-    lengths: list[int] = []
-    while sum(lengths) < num_tokens:
-        lengths.append(min(longest, max(16, round(rng.lognormvariate(0.0, 0.9) * longest / 6))))
-    return lengths
-
-
 def matmul_flops(hf: HFModelConfig, lengths: list[int]) -> float:
     """Floating-point operations of the matmuls of one forward and backward pass over sequences of these lengths.
 
@@ -196,7 +156,6 @@ class Work:
     n: int = 1
     new_tokens: int = 128
     detokenize: bool = False
-    has_model: bool = True  # False: everything but the model's forward, of our engine alone
 
     @property
     def num_samples(self) -> int:

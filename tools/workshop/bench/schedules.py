@@ -44,18 +44,11 @@ CONFIG_DIR, REWARD = ROOT / "recipes/r1_zero/config", ROOT / "recipes/r1_zero/de
 ROLLOUT = "actor_rollout_ref.rollout"
 SCORE_SEQUENCES = 64  # a rollout rank decodes so many at a time for the score; more make samples older
 SYNC, FULLY_ASYNC = "sync", "fully_async"
-SEPARATE = ("trainer.n_gpus_per_node=2", "rollout.nnodes=1", "rollout.n_gpus_per_node=2")
 # The rollout's log-probs are the old ones, so that a step computes as much in every schedule.
 SCHEDULES: dict[str, tuple[str, ...]] = {
     SYNC: ("trainer.n_gpus_per_node=4",),
-    "one_step_off": (
-        *SEPARATE,
-        "actor_rollout_ref.hybrid_engine=False",
-        "trainer.schedule=one_step_off",
-        "algorithm.rollout_correction={bypass_mode:True}",
-    ),
     FULLY_ASYNC: (
-        *SEPARATE,
+        *("trainer.n_gpus_per_node=2", "rollout.nnodes=1", "rollout.n_gpus_per_node=2"),
         "actor_rollout_ref.hybrid_engine=False",
         "trainer.schedule=fully_async",
         "async_training.keep_kv_cache=True",
@@ -82,19 +75,17 @@ def every_group(config: PPOTrainerConfig, group: SampleGroup) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the tables; 1 when fully_async is slower than --least-ratio or scores more than --margin below sync."""
+    """Print the tables that the options ask for."""
     options = _parser().parse_args(argv)
     inputs = make_inputs(options)
-    is_good = True
     if options.over_sampling:
-        ratios = compare_samplers(options, inputs)
-        return int(statistics.median(ratios) < options.least_ratio)
+        compare_samplers(options, inputs)
+        return 0
     if options.rounds:
-        is_good = statistics.median(compare_rates(options, inputs)[FULLY_ASYNC]) >= options.least_ratio
+        compare_rates(options, inputs)
     if options.score:
-        scores = compare_scores(options, inputs)
-        is_good = is_good and scores[FULLY_ASYNC] >= scores[SYNC] - options.margin
-    return int(not is_good)
+        compare_scores(options, inputs)
+    return 0
 
 
 def make_inputs(options: argparse.Namespace) -> Path:
@@ -124,35 +115,32 @@ def write_long_tail(train: Path, path: Path, shortest: int, longest: int) -> Non
     pq.write_table(pa.Table.from_pylist(rows), path)
 
 
-def compare_rates(options: argparse.Namespace, inputs: Path) -> dict[str, list[float]]:
-    """Every schedule once a round, in turns; the ratios to the synchronous one by schedule and round."""
-    names = [SYNC, *(name for name in options.schedules if name != SYNC)]
-    rates: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+def compare_rates(options: argparse.Namespace, inputs: Path) -> None:
+    """Both schedules once a round, in turns; ratios are of the runs of a round."""
+    rates: dict[str, list[dict[str, float]]] = {name: [] for name in SCHEDULES}
     for round_ in range(options.rounds):
-        for name in names:
+        for name in SCHEDULES:
             directory = options.output / f"rate-{name}-{round_}"
             run(name, directory, inputs, rate_overrides(name, options, inputs), options)
             rates[name].append(rate_of(directory, options.prompts * options.samples, options.filling))
             print(f"round {round_}: {name}: {rates[name][-1]}", flush=True)
     print("| schedule | samples/s | of sync | tokens/s | staleness mean / max | waited for samples |")
     print("|---|---|---|---|---|---|")
-    ratios = {}
-    for name in names:
+    for name in SCHEDULES:
         pairs = zip(rates[name], rates[SYNC], strict=True)
-        ratios[name] = [own["samples_per_s"] / sync["samples_per_s"] for own, sync in pairs]
+        of_sync = statistics.median(own["samples_per_s"] / sync["samples_per_s"] for own, sync in pairs)
         figure = {key: statistics.median(rate[key] for rate in rates[name]) for key in rates[name][0]}
         oldest = max(rate["max_staleness"] for rate in rates[name])
         print(
-            f"| {name} | {figure['samples_per_s']:.1f} | {statistics.median(ratios[name]):.2f} "
+            f"| {name} | {figure['samples_per_s']:.1f} | {of_sync:.2f} "
             f"| {figure['tokens_per_s']:,.0f} | {figure['mean_staleness']:.2f} / {oldest:.0f} "
             f"| {figure['wait_share']:.0%} |",
             flush=True,
         )
-    return ratios
 
 
-def compare_samplers(options: argparse.Namespace, inputs: Path) -> list[float]:
-    """Over-sampling that waits for all groups and that stops early, in turns; the ratio of their seconds by round."""
+def compare_samplers(options: argparse.Namespace, inputs: Path) -> None:
+    """Over-sampling that waits for all groups and that stops early, in turns; ratios are of the runs of a round."""
     num_prompts = round(options.prompts * options.over_sampling)
     at_once = num_prompts * options.samples // 4  # each of the ranks decodes all of its samples at once
     sizes = (f"data.gen_batch_size={num_prompts}", f"{ROLLOUT}.max_num_seqs={at_once}")
@@ -174,7 +162,6 @@ def compare_samplers(options: argparse.Namespace, inputs: Path) -> list[float]:
     pairs = zip(found[WAITS], found[STOPS], strict=True)
     ratios = [waits["timing_s/gen"] / stops["timing_s/gen"] for waits, stops in pairs]
     print(f"stopping early is {statistics.median(ratios):.2f} times as fast", flush=True)
-    return ratios
 
 
 def rate_overrides(name: str, options: argparse.Namespace, inputs: Path) -> list[str]:
@@ -196,7 +183,7 @@ def rate_overrides(name: str, options: argparse.Namespace, inputs: Path) -> list
     ]
 
 
-def compare_scores(options: argparse.Namespace, inputs: Path) -> dict[str, float]:
+def compare_scores(options: argparse.Namespace, inputs: Path) -> None:
     """Validation scores after ``--score-steps`` steps of the arithmetic task."""
     overrides = [
         override("data.train_files", inputs / "data/train.parquet"),
@@ -205,15 +192,12 @@ def compare_scores(options: argparse.Namespace, inputs: Path) -> dict[str, float
         f"trainer.test_freq={options.score_steps}",
         f"trainer.total_training_steps={options.score_steps}",
     ]
-    reached = {}
     print("| schedule | score before | after |\n|---|---|---|")
-    for name in [SYNC, *(name for name in options.schedules if name != SYNC)]:
+    for name in SCHEDULES:
         directory = options.output / f"score-{name}"
         run(name, directory, inputs, overrides, options)
         scores = [record["val/score"] for record in read_jsonl(directory / "metrics.jsonl") if "val/score" in record]
-        reached[name] = scores[-1]
         print(f"| {name} | {scores[0]:.3f} | {scores[-1]:.3f} |", flush=True)
-    return reached
 
 
 def run(name: str, directory: Path, inputs: Path, overrides: list[str], options: argparse.Namespace) -> None:
@@ -290,10 +274,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--warmup-steps", type=int, default=350, help="steps that make the base model")
     parser.add_argument("--score", action="store_true", help="train on the arithmetic task too")
     parser.add_argument("--score-steps", type=int, default=20)
-    parser.add_argument("--least-ratio", type=float, default=1.5, help="of samples per second, fully_async to sync")
-    parser.add_argument("--margin", type=float, default=0.03, help="how far below sync's score is still a draw")
     parser.add_argument("--over-sampling", type=float, help="prompts of a generation over those of a step")
-    parser.add_argument("--schedules", nargs="+", choices=list(SCHEDULES), default=[FULLY_ASYNC])
     parser.add_argument("--overrides", nargs="*", default=[], help="key=value for every run")
     return parser
 

@@ -1,10 +1,7 @@
 """``python -m tools.workshop.bench.train``: tokens per second, memory and use of the peak, beside transformers.
 
-``--profile`` shows where the time of our engine's step goes instead: every operation with its bytes and floating-point
-operations, beside the least time that they take at the machine's rates.
-
-Every engine lives in a process of its own with the same CPUs, threads and allocator; the engines of a
-group are alive together and take their steps in turns on the same sequences, so that whatever else the machine does
+Every engine lives in a process of its own with the same CPUs, threads and allocator; the engines of a group are alive
+together and take their steps in turns on the same sequences of equal length, so that whatever else the machine does
 meets all of them. Figures are medians; ratios are of medians within a group. At the default size the default group, all
 in bf16, needs 18 GiB; one with fp32 weights needs 26 GiB (``--num-layers 4`` makes that 14).
 """
@@ -20,23 +17,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tools.workshop.bench.models import Batch, matmul_flops, mixed_lengths, parsed, random_batch, small_config
+from tools.workshop.bench.models import Batch, matmul_flops, parsed, random_batch, small_config
 from tools.workshop.bench.options import aligned, parser_of, refused, thread_problems, unknown_choices, write_report
 from tools.workshop.bench.remote import EngineProcess, EngineSpec, allocator_name, cpus_for, report_progress
-from tools.workshop.bench.train_profile import profile_table, with_limits
 
-ENGINES = (
-    "megatron",
-    "megatron-lean",
-    "megatron-fp32",
-    "transformers-bf16",
-    "transformers-autocast",
-    "transformers-fp32",
-)
+ENGINES = ("megatron-lean", "megatron-fp32", "transformers-bf16", "transformers-fp32")
 PROGRAM = "train_engines.py"
 COLUMNS = {
     "engine": "<60",
-    "batch": "<13",
     "tok/s": ">8.0f",
     "tok/cpu-s": ">9.0f",
     "use": ">6.1%",
@@ -48,26 +36,16 @@ COLUMNS = {
 def main(argv: Sequence[str] | None = None) -> int:
     options = _options().parse_args(argv)
     engines = {name for group in options.engines for name in group.split(",")}
-    ours = [name for name in ENGINES if name in engines and name.startswith("megatron")]
     problems = [*unknown_choices(("--engines", ENGINES, engines)), *thread_problems(options.threads)]
-    if options.profile and not ours:
-        problems.append("--profile is of our engines alone: name one in --engines, such as megatron-fp32")
     if refused("tools.workshop.bench.train", problems):
         return 2
     raw = small_config(options.hidden_size, options.num_layers, options.num_experts, options.vocab_size)
-    equal = [options.length] * max(1, options.tokens // options.length)
-    batches: dict[str, list[Batch]] = {"equal": [], "mixed": []}
-    for step in range(options.steps + 1):
-        mixed = mixed_lengths(options.tokens, options.length, step)
-        batches["equal"].append(random_batch(equal, options.vocab_size, step))
-        batches["mixed"].append(random_batch(mixed, options.vocab_size, step))
-    if options.profile:
-        write_report(options.json, _profiles(ours, raw, batches, options))
-        return 0
+    lengths = [options.length] * max(1, options.tokens // options.length)
+    batches = [random_batch(lengths, options.vocab_size, step) for step in range(options.steps + 1)]
     reports = []
     for group in options.engines:
         rows = _measured(group.split(","), raw, batches, options)
-        reports.append(_report(raw, options, batches, rows))
+        reports.append(_report(raw, options, batches[1:], rows))
         print(_table(reports[-1]), flush=True)
     write_report(options.json, reports)
     return 0
@@ -76,91 +54,59 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _options() -> argparse.ArgumentParser:
     parser = parser_of("train", __doc__)
     parser.add_argument("--threads", type=int, default=2, help="threads of each engine (default: 2)")
-    parser.add_argument("--steps", type=int, default=5, help="timed steps of each case, after one warm-up")
-    parser.add_argument("--tokens", type=int, default=4096, help="tokens of a step, without padding")
-    parser.add_argument("--length", type=int, default=512, help="length of a sequence; the longest one of the mix")
-    parser.add_argument("--micro-tokens", type=int, default=4096, help="tokens of a micro-batch, padding included")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps of each engine, after one warm-up")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of a step")
+    parser.add_argument("--length", type=int, default=512, help="length of a sequence")
+    parser.add_argument("--micro-tokens", type=int, default=4096, help="tokens of a micro-batch")
     parser.add_argument("--hidden-size", type=int, default=1024)
     parser.add_argument("--num-layers", type=int, default=8)
     parser.add_argument("--num-experts", type=int, default=32)
     parser.add_argument("--vocab-size", type=int, default=32768)
     parser.add_argument("--train-ops", default="megatron.core.ops.cpu:cpu_ops", help="our table of ops")
-    mixed = "who also steps on mixed lengths, packed (only megatron) and padded (default: megatron)"
-    parser.add_argument("--mixed", choices=("none", "megatron", "all"), default="megatron", help=mixed)
     default = "megatron-lean,transformers-bf16"
-    parser.add_argument("--profile", action="store_true", help="where our engines' time goes, operation by operation")
     groups = f"groups of engines, each comma-separated, of {', '.join(ENGINES)} (default: {default})"
     parser.add_argument("--engines", nargs="+", default=[default], metavar="GROUP", help=groups)
     return parser
 
 
-def _profiles(
-    engines: list[str], raw: dict[str, Any], batches: dict[str, list[Batch]], options: argparse.Namespace
-) -> list[dict[str, Any]]:
-    """Print and return the profile of one step of each of our engines, on sequences of equal length."""
-    profiles = []
-    first, second = (batch.sequences for batch in batches["equal"][:2])
-    for engine in engines:
-        with ExitStack() as stack:
-            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-train-")))
-            process = stack.enter_context(_started(engine, raw, options, scratch))
-            process.ask("profile", sequences=first)  # warms up engine and profile
-            profiles.append(with_limits({"engine": process.name} | process.ask("profile", sequences=second)))
-        print(profile_table(profiles[-1]), flush=True)
-    return profiles
-
-
-def _started(engine: str, raw: dict[str, Any], options: argparse.Namespace, scratch: Path) -> EngineProcess:
-    settings = {"model": raw, "train_ops": options.train_ops, "micro_tokens": options.micro_tokens}
-    spec = EngineSpec(engine, settings, is_ours=True)
-    return EngineProcess(PROGRAM, spec, cpus_for(options.threads), scratch)
-
-
 def _measured(
-    engines: list[str], raw: dict[str, Any], batches: dict[str, list[Batch]], options: argparse.Namespace
+    engines: list[str], raw: dict[str, Any], batches: list[Batch], options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """The steps of one group of engines: a row for each engine, kind of batch and whether that is packed.
+    """The timed steps of one group of engines, a row for each; the first step warms up.
 
     ``matmul_peaks`` are floating-point operations per second of large matmuls by dtype, right before each step.
     """
-    ours = [name for name in engines if name.startswith("megatron")]
-    mixed = {"none": [], "megatron": ours, "all": engines}[options.mixed]
-    cases = [(engine, "equal", engine in ours) for engine in engines]
-    cases += [(engine, "mixed", False) for engine in mixed]
-    cases += [(engine, "mixed", True) for engine in ours if engine in mixed]
+    settings = {"model": raw, "train_ops": options.train_ops, "micro_tokens": options.micro_tokens}
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-train-")))
-        processes = {name: stack.enter_context(_started(name, raw, options, scratch)) for name in engines}
-        rows: list[dict[str, Any]] = [
-            {"engine": processes[engine].name, "batch": kind, "is_packed": is_packed, "answers": []}
-            for engine, kind, is_packed in cases
-        ]
-        for step in range(options.steps + 1):
-            for (engine, kind, is_packed), row in zip(cases, rows, strict=True):
-                peaks = processes[engine].ask("matmul_peaks") if step else {}  # the first one warms up
-                sequences = batches[kind][step].sequences
-                answer = processes[engine].ask("step", sequences=sequences, is_packed=is_packed)
-                report_progress(f"step {step}: {row['engine']}, {_kind(row)}: {answer['seconds']:.2f} s")
+        specs = [EngineSpec(engine, settings, is_ours=True) for engine in engines]
+        started = (EngineProcess(PROGRAM, spec, cpus_for(options.threads), scratch) for spec in specs)
+        processes = [stack.enter_context(process) for process in started]
+        rows: list[dict[str, Any]] = [{"engine": process.name, "answers": []} for process in processes]
+        for step, batch in enumerate(batches):
+            for process, row in zip(processes, rows, strict=True):
+                peaks = process.ask("matmul_peaks") if step else {}
+                answer = process.ask("step", sequences=batch.sequences)
+                report_progress(f"step {step}: {row['engine']}: {answer['seconds']:.2f} s")
                 if step:
                     row["answers"].append(answer | {"matmul_peaks": peaks})
     return rows
 
 
 def _report(
-    raw: dict[str, Any], options: argparse.Namespace, batches: dict[str, list[Batch]], rows: list[dict[str, Any]]
+    raw: dict[str, Any], options: argparse.Namespace, timed: list[Batch], rows: list[dict[str, Any]]
 ) -> dict[str, Any]:
     import torch
 
-    hf = parsed(raw)
+    flops = [matmul_flops(parsed(raw), list(map(len, batch.sequences))) for batch in timed]
     for row in rows:
-        timed, answers = batches[row["batch"]][1:], row.pop("answers")
+        answers = row.pop("answers")
         row["seconds"], row["cpu_seconds"], row["losses"], row["matmul_peaks"] = (
             [answer[key] for answer in answers] for key in ("seconds", "cpu_seconds", "loss", "matmul_peaks")
         )
         row["peak_bytes"] = max(int(answer["peak_bytes"]) for answer in answers)
         row["tokens_per_s"] = median(b.num_tokens / s for b, s in zip(timed, row["seconds"], strict=True))
         row["tokens_per_cpu_s"] = sum(batch.num_tokens for batch in timed) / sum(row["cpu_seconds"])
-        flops = [matmul_flops(hf, list(map(len, batch.sequences))) for batch in timed]
         used = zip(flops, row["seconds"], row["matmul_peaks"], strict=True)
         is_fp32 = " fp32" in row["engine"] and "moments" not in row["engine"]
         row["matmul_use"] = median(
@@ -182,35 +128,22 @@ def _table(report: dict[str, Any]) -> str:
     machine, rows = report["machine"], report["rows"]
     peaks = ", ".join(f"{dtype} {peak / 1e9:.0f} GFLOP/s" for dtype, peak in machine["peaks"].items())
     keys = ("tokens_per_s", "tokens_per_cpu_s", "matmul_use")
-    cells = [
-        (row["engine"], _kind(row), *(row[key] for key in keys), row["peak_bytes"] / 2**30, row["losses"][-1])
-        for row in rows
-    ]
-    ours = [row for row in rows if row["engine"].startswith("megatron") and row["is_packed"]]
+    cells = [(row["engine"], *(row[key] for key in keys), row["peak_bytes"] / 2**30, row["losses"][-1]) for row in rows]
+    ours, others = ([row for row in rows if row["engine"].startswith("megatron") is own] for own in (True, False))
     return "\n".join(
         [
             f"{machine['threads']} threads; allocator {report['allocator']}; matmul peak: {peaks}",
-            "use: share of the higher peak (fp32 engines: of fp32's) right before the step; padding is no work",
+            "use: share of the higher peak (fp32 engines: of fp32's) right before the step",
             *aligned(COLUMNS, cells),
-            *(_ratios(row, other) for row in ours for other in rows if _is_beside(other, row)),
+            *(_ratios(row, other) for row in ours for other in others),
         ]
     )
 
 
-def _kind(row: dict[str, Any]) -> str:
-    return row["batch"] + " packed" * row["is_packed"]
-
-
-def _is_beside(other: dict[str, Any], ours: dict[str, Any]) -> bool:
-    """Whether ``ours``, which is packed, is compared with ``other``: transformers, or itself padded."""
-    is_padded_self = other["engine"] == ours["engine"] and not other["is_packed"]
-    return other["batch"] == ours["batch"] and (is_padded_self or not other["engine"].startswith("megatron"))
-
-
 def _ratios(ours: dict[str, Any], other: dict[str, Any]) -> str:
     quicker, larger = (ours[key] / other[key] for key in ("tokens_per_s", "peak_bytes"))
-    pair = f"{ours['engine']}{', packed' * (ours['batch'] == 'mixed')} / {other['engine']}"
-    return f"{ours['batch']}: {pair}: {quicker:.2f} x tokens per second, {larger:.2f} x peak memory"
+    pair = f"{ours['engine']} / {other['engine']}"
+    return f"{pair}: {quicker:.2f} x tokens per second, {larger:.2f} x peak memory"
 
 
 if __name__ == "__main__":

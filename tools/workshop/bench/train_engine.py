@@ -28,7 +28,7 @@ TokenLoss = Callable[[Tensor], Tensor]
 
 
 class MicroBatch(NamedTuple):
-    """Token ids, positions and labels [T], weights fp32 [T]: 0 where a sequence or its padding has no label."""
+    """Token ids, positions and labels [T], weights fp32 [T]: 0 at the end of a sequence, which has no label."""
 
     ids_T: Tensor
     positions_T: Tensor
@@ -65,24 +65,21 @@ class TrainEngine:
         self.optimizer = get_megatron_optimizer(optimizer, self.model, self.groups, ops)
         self.grad_norm = 0.0  # before clipping, of the last update
 
-    def step(self, batch: Batch, is_packed: bool = True, loss: TokenLoss | None = None) -> float:
-        """Forward, backward and update on all sequences; returns the loss, by default the mean of a token.
-
-        Without packing every micro-batch is padded to its longest sequence.
-        """
-        value = self.gradients(batch, is_packed, loss)
+    def step(self, batch: Batch, loss: TokenLoss | None = None) -> float:
+        """Forward, backward and update on all sequences; returns the loss, by default the mean of a token."""
+        value = self.gradients(batch, loss)
         _, self.grad_norm, _ = self.optimizer.step()
         return value
 
-    def gradients(self, batch: Batch, is_packed: bool = True, loss: TokenLoss | None = None) -> float:
+    def gradients(self, batch: Batch, loss: TokenLoss | None = None) -> float:
         """Forward and backward; the loss. A ``loss`` sees the batch as one micro-batch."""
         num_labels = batch.num_tokens - len(batch.sequences)
         max_tokens = self.tokens_per_micro_batch or batch.num_tokens
-        parts = list(micro_batches(batch, max_tokens, is_packed))
+        parts = list(micro_batches(batch, max_tokens))
         assert loss is None or len(parts) == 1, f"a loss of its own over {len(parts)} micro-batches"
 
         def forward_step(rest: Iterator[list[tuple[int, ...]]], model: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
-            micro = micro_batch(next(rest), self.device, is_packed)
+            micro = micro_batch(next(rest), self.device)
             losses_T = model(micro.ids_T, micro.positions_T, micro.packed, micro.labels_T)
 
             def loss_func(losses_T: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,29 +125,23 @@ def _init_weights(model: GPTModel | ModelChunks, device: torch.device) -> None:
             buffer.zero_()
 
 
-def micro_batch(sequences: list[tuple[int, ...]], device: torch.device, is_packed: bool = True) -> MicroBatch:
-    """The sequences one after another; padded rows count as sequences of the longest length."""
-    longest = max(map(len, sequences))
-    lengths = [len(ids) if is_packed else longest for ids in sequences]
-    rows = [[*ids, *[0] * (length - len(ids))] for ids, length in zip(sequences, lengths, strict=True)]
-    ids_T = torch.tensor([token for row in rows for token in row])
+def micro_batch(sequences: list[tuple[int, ...]], device: torch.device) -> MicroBatch:
+    """The sequences one after another."""
+    lengths = [len(ids) for ids in sequences]
+    ids_T = torch.tensor([token for ids in sequences for token in ids])
     positions_T = torch.cat([torch.arange(length) for length in lengths])
-    labels_T = torch.tensor([token for row in rows for token in [*row[1:], 0]])
-    weights_T = torch.tensor(
-        [float(i < len(ids) - 1) for ids, length in zip(sequences, lengths, strict=True) for i in range(length)]
-    )
+    labels_T = torch.tensor([token for ids in sequences for token in [*ids[1:], 0]])
+    weights_T = torch.tensor([float(i < length - 1) for length in lengths for i in range(length)])
     bounds = torch.tensor([0, *lengths]).cumsum(0).int()
     ids_T, positions_T, labels_T, weights_T = (x.to(device) for x in (ids_T, positions_T, labels_T, weights_T))
-    return MicroBatch(ids_T, positions_T, labels_T, weights_T, PackedSeqParams(bounds, longest))
+    return MicroBatch(ids_T, positions_T, labels_T, weights_T, PackedSeqParams(bounds, max(lengths)))
 
 
-def micro_batches(batch: Batch, max_tokens: int, is_packed: bool) -> Iterator[list[tuple[int, ...]]]:
-    """Sequences in order, as many as fit: by their tokens when packed, by rows of the longest one otherwise."""
+def micro_batches(batch: Batch, max_tokens: int) -> Iterator[list[tuple[int, ...]]]:
+    """Sequences in order, as many as fit."""
     current: list[tuple[int, ...]] = []
     for ids in batch.sequences:
-        longest = max(map(len, [*current, ids]))
-        size = sum(map(len, current)) + len(ids) if is_packed else (len(current) + 1) * longest
-        if current and size > max_tokens:
+        if current and sum(map(len, current)) + len(ids) > max_tokens:
             yield current
             current = []
         current.append(ids)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from hf_formats.files import write_text
 from recipes.common.short_folder import start_method
 from tools.workshop.gpu_day.parts import PARTS, ends_of_parts, resolved_device, run_part
 from tools.workshop.gpu_day.rows import (
@@ -30,7 +31,6 @@ from tools.workshop.gpu_day.rows import (
     page,
     read_rows,
     save_json,
-    save_text,
     summary,
 )
 
@@ -73,7 +73,7 @@ def _save(out: Path, device: str, rows: list[Row], took: dict[str, float]) -> No
         f"{sum(took.values()):.0f} s: {seconds}",
     ]
     save_json(out / "gpu_day.json", {"facts": facts, "rows": [asdict(row) for row in rows]})
-    save_text(out / "gpu_day.md", page(rows, facts))
+    write_text(out / "gpu_day.md", page(rows, facts))
 
 
 def _run(name: str, device: str, out: Path, limit_s: float) -> list[Row]:

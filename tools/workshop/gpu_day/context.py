@@ -21,7 +21,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from tools.plan.device import DEVICE
 from tools.plan.ops import Routing
 from tools.plan.ops import train_ops as planned_train_ops
-from tools.workshop.gpu_day.engines import TRAIN_OPS
+from tools.workshop.gpu_day.engines import TRAIN_OPS, gap
 from tools.workshop.gpu_day.memory import SHARE, Peak, planned_device
 from tools.workshop.gpu_day.rows import Rows
 from tools.workshop.gpu_day.speed import measured_limits
@@ -82,7 +82,7 @@ def _compare(work: Work, device: str, rows: Rows) -> None:
     wanted = _whole(reference_ops(), [x.float() for x in whole], grad.float(), params)
     found = _all_ranks(resolve(TRAIN_OPS), [x.to(device) for x in whole], grad.to(device), params)
     for name, ours, theirs in zip(("output", "q", "k", "v", "shared key"), found, wanted, strict=True):
-        off = float((ours.cpu().float() - theirs).abs().max() / theirs.abs().max())
+        off = gap(ours, theirs)
         what = name if name == "output" else f"gradient of {name}"
         rows.holds(f"{what}, bf16", off <= _TOLERANCE, f"within {off:.1e} of whole sequences' in fp32, {CP} ranks")
 

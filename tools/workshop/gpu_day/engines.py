@@ -27,8 +27,6 @@ from vllm.platforms.cuda import CudaPlatform
 
 # CUDA's op tables, on a CPU too: their kernels then run in Triton's interpreter.
 TRAIN_OPS, ROLLOUT_OPS = "megatron.core.ops.cuda:cuda_ops", "vllm.ops.cuda:rollout_ops"
-
-
 # Elements of a model that are drawn on the host, the same for every device: half a second. A GPU draws larger ones.
 _MOST_OF_HOST = 1 << 26
 
@@ -86,6 +84,12 @@ def prompts(lengths: tuple[int, ...], vocab_size: int, seed: int = 0) -> list[To
 def drawn(num_tokens: int) -> SamplingParams:
     """So many tokens, whatever they are."""
     return SamplingParams(max_tokens=num_tokens, seed=0, ignore_eos=True)
+
+
+def gap(found: Tensor, wanted: Tensor) -> float:
+    """The largest difference of two tensors over the largest element of the second."""
+    found, wanted = found.detach().double(), wanted.detach().to(found.device).double()
+    return float((found - wanted).abs().max() / wanted.abs().max())
 
 
 class Trainer(TrainEngine):

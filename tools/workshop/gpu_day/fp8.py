@@ -7,11 +7,10 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from hf_formats.fp8 import BLOCK, quantize
 from tools.workshop.bench.models import CHECKPOINTS
-from tools.workshop.gpu_day.engines import ROLLOUT_OPS
+from tools.workshop.gpu_day.engines import ROLLOUT_OPS, gap
 from tools.workshop.gpu_day.rows import Rows
 from tools.workshop.gpu_day.speed import decode_seconds, new_engine, prefill_seconds, quickest, sizes_of
 from vllm.ops import reference_fp8
@@ -82,8 +81,8 @@ def _single_products(device: str, rows: Rows, tables: dict[str, RolloutOps]) -> 
             calls = {"linear": partial(ops.linear, x, down), "experts": partial(ops.fused_experts, *experts)}
             for name, call in calls.items():
                 what, (took, found) = f"{table}{name} of {tokens} tokens", quickest(device, call)
-                gap = _gap(found, wanted[name])
-                rows.holds(what, gap <= 1e-2, f"off by {gap:.1e} of the largest value")
+                off = gap(found, wanted[name])
+                rows.holds(what, off <= 1e-2, f"off by {off:.1e} of the largest value")
                 note = f"{1e6 * took:.0f} us, {read[name] / took / 1e9:.0f} GB/s of weights"
                 rows.measured(what, flops[name] / took / 1e12, "TFLOP/s", note=note)
 
@@ -95,7 +94,3 @@ def _weight(device: str, outputs: int, inputs: int, num_experts: int | None = No
         values, scales = values[0], scales[0]
     row_blocks = torch.arange(outputs, device=device) // BLOCK
     return Fp8Operand(values, BlockScales(scales, row_blocks, None, torch.bfloat16, True))
-
-
-def _gap(found: Tensor, wanted: Tensor) -> float:
-    return float((found.double() - wanted.double()).abs().max() / wanted.double().abs().max())

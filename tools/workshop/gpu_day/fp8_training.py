@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron.core.ops import TrainOps, reference_fp8, resolve
 from megatron.core.tensor_parallel.layers import linear, products_of
 from tests.megatron.interpreted_casts import casts_of_a_gpu
-from tools.workshop.gpu_day.engines import TRAIN_OPS
+from tools.workshop.gpu_day.engines import TRAIN_OPS, gap
 from tools.workshop.gpu_day.rows import Rows
 from tools.workshop.gpu_day.speed import quickest, training_steps
 
@@ -41,8 +41,8 @@ def fp8_training(device: str, rows: Rows) -> None:
         for name, sizes in (_GPU if device == "cuda" else _TINY).items():
             for kind, run, wanted, plain in _products(fp8, bf16, sizes, device):
                 (took, found), (plain_took, _) = quickest(device, run), quickest(device, plain)
-                gap = max(_gap(*pair) for pair in zip(found, wanted(), strict=True))
-                rows.holds(f"{kind}, {name}, as specified", gap < _TOLERANCE, f"relative difference up to {gap:.1e}")
+                off = max(gap(*pair) for pair in zip(found, wanted(), strict=True))
+                rows.holds(f"{kind}, {name}, as specified", off < _TOLERANCE, f"relative difference up to {off:.1e}")
                 rows.measured(f"{kind}, {name}, forward and backward", plain_took / took, "times as fast as bf16")
         _steps(fp8, bf16, device, rows)
 
@@ -54,11 +54,9 @@ def _steps(fp8: TrainOps, bf16: TrainOps, device: str, rows: Rows) -> None:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     found = training_steps(device, fp8)
-    gap = max(
-        abs(loss - other) / abs(other)
-        for loss, other in zip(found.losses[:_COMPARED], plain.losses[:_COMPARED], strict=True)
-    )
-    rows.holds("losses beside bf16", gap < _LOSS_TOLERANCE, f"relative difference up to {gap:.1e}")
+    losses = zip(found.losses[:_COMPARED], plain.losses[:_COMPARED], strict=True)
+    off = max(abs(loss - other) / abs(other) for loss, other in losses)
+    rows.holds("losses beside bf16", off < _LOSS_TOLERANCE, f"relative difference up to {off:.1e}")
     for name, steps in (("bf16", plain), ("FP8", found)):
         rows.measured(f"DeepSeek-V3's layers, {name}", steps.flops / steps.seconds / 1e12, "TFLOP/s", note=steps.note)
     rows.measured("DeepSeek-V3's layers, a step", plain.seconds / found.seconds, "times as fast as bf16")
@@ -91,7 +89,3 @@ def _products(
     yield "a linear layer", *(outcome(w, lambda x, w, by=by: linear(x, w, by)) for by in layers)  # type: ignore[misc]
     experts = (fp8.grouped_matmul, reference_fp8.grouped_matmul, bf16.grouped_matmul)
     yield "experts", *(outcome(w_experts, lambda x, w, by=by: by(x, w, counts)) for by in experts)  # type: ignore[misc]
-
-
-def _gap(found: Tensor, wanted: Tensor) -> float:
-    return float((found.float() - wanted.float()).abs().max() / wanted.float().abs().max())

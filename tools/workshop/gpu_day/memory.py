@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,11 +59,13 @@ class Peak:
             yield self
 
 
-@contextmanager
-def planned_device() -> Iterator[PlannedDevice]:
-    """Inside, tensors on the meta device are counted as a GPU's."""
-    with PlannedDevice(CollectiveLog(), MemoryMeter()) as planned:
-        yield planned
+def planned_device() -> PlannedDevice:
+    """A context in which tensors on the meta device are counted as a GPU's."""
+    return PlannedDevice(CollectiveLog(), MemoryMeter())
+
+
+def _restart(planned: PlannedDevice) -> None:
+    planned.meter.peak_bytes = planned.meter.now_bytes
 
 
 def memory(device: str, rows: Rows) -> None:
@@ -84,11 +87,7 @@ def _training(device: str, rows: Rows) -> None:
         return total_bytes(ledger(trainer.model, trainer.optimizer), ON_DEVICE)
 
     with planned_device() as planned:
-
-        def restart() -> None:
-            planned.meter.peak_bytes = planned.meter.now_bytes
-
-        planned_state = run(DEVICE.type, planned_train_ops("cuda", Routing()), restart)
+        planned_state = run(DEVICE.type, planned_train_ops("cuda", Routing()), partial(_restart, planned))
     with Peak(device).counted() as peak:
         state = run(device, resolve(TRAIN_OPS), peak.restart)
     note = f"{state} bytes of weights, gradients and optimizer, {planned_state} in the plan"
@@ -119,13 +118,9 @@ def _generation(name: str, raw: dict[str, Any], device: str, rows: Rows) -> None
 
     hf = parsed(raw)
     with planned_device() as planned:
-
-        def restart() -> None:
-            planned.meter.peak_bytes = planned.meter.now_bytes
-
         spread = Spread(1.0, 0, 1, hf.n_routed_experts, 1, is_dispatched=False)
         table = planned_rollout_ops("cuda", spread, ordinary_token(hf), planned.log)
-        in_plan = run(PLATFORMS["cuda"](_TOTAL_BYTES, 0, planned), table, restart)
+        in_plan = run(PLATFORMS["cuda"](_TOTAL_BYTES, 0, planned), table, partial(_restart, planned))
     with Peak(device).counted() as peak:
         found = run(device, ROLLOUT_OPS, peak.restart)
     kept = {key: (found[key], in_plan[key]) for key in ("weights_bytes", "kv_cache_bytes")}

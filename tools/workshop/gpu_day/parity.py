@@ -17,7 +17,7 @@ from tests.npu import rollout_op_cases, train_op_cases
 from tests.npu.op_parity import Entry, Maker, assert_same, outcome
 from tools.workshop.bench.models import CHECKPOINTS, random_batch
 from tools.workshop.gpu_day import rollout_cases
-from tools.workshop.gpu_day.engines import ROLLOUT_OPS, TRAIN_OPS, Trainer, generated, new_llm
+from tools.workshop.gpu_day.engines import ROLLOUT_OPS, TRAIN_OPS, Trainer, gap, generated, new_llm
 from tools.workshop.gpu_day.rows import Rows, described
 from tools.workshop.gpu_day.transfer import weights_of_another_process
 from vllm.ops.contract import resolve as resolve_rollout
@@ -55,10 +55,10 @@ def _shared_prompts(ops: TrainOps, device: str, rows: Rows) -> None:
     for dtype, where, call in ((torch.bfloat16, device, attend), (torch.float32, "cpu", whole)):
         leaves = [x.bfloat16().to(where, dtype).requires_grad_() for x in qkv]
         out = call(*leaves, bounds, longest, 0.2, shared.to(torch.device(where)))
-        found.append([x.detach().float().cpu() for x in (out, *torch.autograd.grad(out.sum(), leaves))])
-    gap = max(float((got - want).abs().max() / want.abs().max()) for got, want in zip(*found, strict=True))
+        found.append([out, *torch.autograd.grad(out.sum(), leaves)])
+    off = max(gap(*pair) for pair in zip(*found, strict=True))
     name = f"shared_prompt_attention ({ops.names['shared_prompt_attention']})"
-    rows.holds(name, gap < 2e-2, f"relative difference up to {gap:.1e}")
+    rows.holds(name, off < 2e-2, f"relative difference up to {off:.1e}")
 
 
 def rollout_ops(device: str, rows: Rows) -> None:
@@ -78,8 +78,8 @@ def training_model(device: str, rows: Rows) -> None:
         theirs = Trainer(raw, reference_ops(), "cpu", torch.float32)
         ours.load(theirs)
         losses, wanted = ([trainer.step(batch) for _ in range(2)] for trainer in (ours, theirs))
-        gap = max(abs(found - other) / abs(other) for found, other in zip(losses, wanted, strict=True))
-        rows.holds(f"{name}: losses of two updates", gap < 1e-3, f"relative difference up to {gap:.1e}")
+        off = max(abs(found - other) / abs(other) for found, other in zip(losses, wanted, strict=True))
+        rows.holds(f"{name}: losses of two updates", off < 1e-3, f"relative difference up to {off:.1e}")
 
 
 def rollout_models(device: str, rows: Rows) -> None:
@@ -151,8 +151,8 @@ def _same_samples(
     """Equal tokens, or a difference where the first other token was as likely: rounding may decide between two."""
     (ids, logprobs), (wanted_ids, wanted_logprobs) = found, wanted
     agree = (ids == wanted_ids).cumprod(-1).bool()  # up to each sample's first other token
-    gap = float((logprobs - wanted_logprobs).abs()[agree].max())
+    off = float((logprobs - wanted_logprobs).abs()[agree].max())
     share = float(agree.float().mean())
     least = 1.0 if dtype == "float32" else 0.5
-    is_well = gap <= _LOGPROB_TOLERANCE[dtype] and share >= least
-    rows.holds(name, is_well, f"{share:.0%} of the tokens up to the first other one, log-probs within {gap:.1e}")
+    is_well = off <= _LOGPROB_TOLERANCE[dtype] and share >= least
+    rows.holds(name, is_well, f"{share:.0%} of the tokens up to the first other one, log-probs within {off:.1e}")

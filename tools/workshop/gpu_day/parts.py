@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
@@ -14,41 +13,32 @@ import torch
 from tests.megatron.flash_attention_form import flash_attention_on_cpu
 from tools.workshop.gpu_day.rows import ENDED, Rows, described
 
-
-@dataclass(frozen=True)
-class Part:
-    """``function`` (a name in ``module``) of a device and the part's rows.
-
-    limit_s: its share of a day, by which the time is divided; what a part leaves over, the ones after it may take.
-    """
-
-    module: str
-    function: str
-    limit_s: float
-
-
+# Name -> the function of a module that gets a device and the part's rows, and the part's share of a day in seconds.
 PARTS = {
-    "training ops": Part("tools.workshop.gpu_day.parity", "training_ops", 80),
-    "rollout ops": Part("tools.workshop.gpu_day.parity", "rollout_ops", 60),
-    "training model": Part("tools.workshop.gpu_day.parity", "training_model", 30),
-    "rollout model": Part("tools.workshop.gpu_day.parity", "rollout_models", 55),
-    "host waits": Part("tools.workshop.gpu_day.waits", "host_waits", 35),
-    "grpo step": Part("tools.workshop.gpu_day.grpo", "grpo_step", 40),
-    "decode": Part("tools.workshop.gpu_day.speed", "decode", 75),
-    "training": Part("tools.workshop.gpu_day.speed", "training", 30),
-    "prefill": Part("tools.workshop.gpu_day.speed", "prefill", 40),
-    "fp8": Part("tools.workshop.gpu_day.fp8", "fp8_products", 45),
-    "fp8 training": Part("tools.workshop.gpu_day.fp8_training", "fp8_training", 45),
-    "context parallel": Part("tools.workshop.gpu_day.context", "context_parallel", 30),
-    "memory": Part("tools.workshop.gpu_day.memory", "memory", 40),
-    "sleep": Part("tools.workshop.gpu_day.speed", "sleep", 25),
+    "training ops": ("tools.workshop.gpu_day.parity:training_ops", 80),
+    "rollout ops": ("tools.workshop.gpu_day.parity:rollout_ops", 60),
+    "training model": ("tools.workshop.gpu_day.parity:training_model", 30),
+    "rollout model": ("tools.workshop.gpu_day.parity:rollout_models", 55),
+    "host waits": ("tools.workshop.gpu_day.waits:host_waits", 35),
+    "grpo step": ("tools.workshop.gpu_day.grpo:grpo_step", 40),
+    "decode": ("tools.workshop.gpu_day.speed:decode", 75),
+    "training": ("tools.workshop.gpu_day.speed:training", 30),
+    "prefill": ("tools.workshop.gpu_day.speed:prefill", 40),
+    "fp8": ("tools.workshop.gpu_day.fp8:fp8_products", 45),
+    "fp8 training": ("tools.workshop.gpu_day.fp8_training:fp8_training", 45),
+    "context parallel": ("tools.workshop.gpu_day.context:context_parallel", 30),
+    "memory": ("tools.workshop.gpu_day.memory:memory", 40),
+    "sleep": ("tools.workshop.gpu_day.speed:sleep", 25),
 }
 
 
 def ends_of_parts(names: Sequence[str], seconds: float) -> dict[str, float]:
-    """When each part of a day of so many seconds must have ended, counted from its beginning."""
-    total = sum(PARTS[name].limit_s for name in names)
-    ends = accumulate(PARTS[name].limit_s / total * seconds for name in names)
+    """When each part of a day of so many seconds must have ended, counted from its beginning.
+
+    What a part leaves over, the ones after it may take.
+    """
+    shares = [PARTS[name][1] for name in names]
+    ends = accumulate(share / sum(shares) * seconds for share in shares)
     return dict(zip(names, ends, strict=True))
 
 
@@ -61,8 +51,7 @@ def resolved_device(asked: str | None) -> str:
 
 def run_part(name: str, path: Path, device: str) -> None:
     """Run one part in this process; its rows go to the JSON file ``path``."""
-    part = PARTS[name]
-    run = getattr(importlib.import_module(part.module), part.function)
+    run = pkgutil.resolve_name(PARTS[name][0])
     rows = Rows(path, name, judges=device == "cuda")
     try:
         with flash_attention_on_cpu() if device == "cpu" else nullcontext():

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+
+from hf_formats.files import write_text
 
 NOT_STARTED, CUT_OFF, ENDED = "not started", "cut off", "ended"  # names of rows about a part
 ROOT = Path(__file__).resolve().parents[3]
@@ -91,17 +92,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def save_json(path: Path, content: object) -> None:
-    save_text(path, json.dumps(content, indent=1))
-
-
-def save_text(path: Path, text: str) -> None:
-    """Write a file that is never half there."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    write_text(path, json.dumps(content, indent=1))
 
 
 def line(row: Row) -> str:

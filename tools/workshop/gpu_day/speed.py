@@ -16,9 +16,9 @@ from tools.workshop.bench.models import (
     ITEM_BYTES,
     decode_work,
     deepseek_v3_config,
+    model_config,
     parsed,
     prefill_work,
-    qwen3_config,
     random_batch,
 )
 from tools.workshop.gpu_day.engines import ROLLOUT_OPS, TRAIN_OPS, Trainer, drawn, new_llm, prompts
@@ -43,12 +43,11 @@ class Sizes(NamedTuple):
 
 
 _ENDS = {"num_nextn_predict_layers": 0, "eos_token_id": 1}
-_QWEN3_8B = qwen3_config() | {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32}
 # DeepSeek-V3's layers at their true widths, with as many experts as fit beside an H100's other tenants, and Qwen3-8B's.
 _GPU = Sizes(
     {
         "MLA": deepseek_v3_config(num_hidden_layers=3, first_k_dense_replace=1, n_routed_experts=64, **_ENDS),
-        "GQA": _QWEN3_8B | {"num_hidden_layers": 12, "tie_word_embeddings": False},
+        "GQA": model_config("qwen3_8b") | {"num_hidden_layers": 12} | _ENDS,
     },
     64,
     1024,

@@ -17,7 +17,7 @@ EXIT_DIFFERENT = 1
 def problems(page: Path = PAGE) -> list[str]:
     """Keys without a meaning, and a page that is not current, one sentence each."""
     found = [
-        f"{item.key} has no meaning: write it under Attributes in the docstring of its class"
+        f"{item.key} has no meaning: write it behind #: above the key or in its line"
         for section in sections()
         for item in section.parameters
         if not item.meaning

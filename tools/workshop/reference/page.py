@@ -49,8 +49,8 @@ one message before anything starts. Defaults are those of the code; a recipe's f
 `bash recipes/r1_zero/ray_start_grpo_npu.sh --print-plan` shows what a run resolves them to. Where the default is
 "absent", the meaning says what leaving the key out does.
 
-`{COMMAND} --write` generates this page from the config's classes and their docstrings, and `{COMMAND} --check` compares
-it with them. The values of a key are those that its validation names in an error.
+`{COMMAND} --write` generates this page from the config's classes, and `{COMMAND} --check` compares it with them. The
+values of a key are those that its validation names in an error.
 """
 _TYPES = {"Any": "text or list", "dict[str, Any]": "section"}
 
@@ -81,7 +81,7 @@ def _table(section: Section) -> str:
     lines += ["| key | type, values | default | meaning |", "|---|---|---|---|"]
     for item in section.parameters:
         values = ": ".join(part for part in (_TYPES.get(item.type, item.type), item.allowed) if part)
-        name = item.key.rpartition(".")[2]
+        name = item.key.removeprefix(f"{section.key}.")
         lines.append(_row(f"`{name}`", values, item.default, _ticks(item.meaning.rstrip("."))))
     return "\n".join(lines) + "\n"
 

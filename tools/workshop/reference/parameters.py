@@ -1,7 +1,7 @@
 """Every key of the typed config: type, default, meaning and accepted values.
 
-Meanings are the ``Attributes`` of the config's docstrings. Accepted values are taken from the messages of the config's
-own validation for values that cannot be right, so that the two cannot differ.
+Meanings stand behind ``#:`` above the config's keys or in their lines. Accepted values are taken from the messages of
+the config's own validation for values that cannot be right, so that the two cannot differ.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from omegaconf import OmegaConf
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 from verl.trainer.config import PPOTrainerConfig, validate_config
-from verl.trainer.config.load import CONFIG_DIR, DEFAULT_CONFIG_NAME
+from verl.trainer.config.declared import declared_keys
+from verl.trainer.config.load import CONFIG_DIR, DEFAULT_CONFIG_NAME, replaced
 from verl.workers.config import McoreEngineConfig, McoreOptimizerConfig, overrides
 from verl.workers.engine_setup import ddp_config, optimizer_config
 
 REFERENCE_ENGINE = "actor_rollout_ref.ref.megatron"  # begins as a copy of the actor's
 ACTOR_ENGINE = "actor_rollout_ref.actor.megatron"
 FREE_SECTIONS = {
-    f"{ACTOR_ENGINE}.override_transformer_config": overrides.TRANSFORMER_OVERRIDES,
-    f"{ACTOR_ENGINE}.override_ddp_config": overrides.DDP_OVERRIDES,
-    "actor_rollout_ref.actor.optim.override_optimizer_config": overrides.OPTIMIZER_OVERRIDES,
-    "actor_rollout_ref.model.override_config.moe_config": overrides.MODEL_OVERRIDES,
+    name: item.key.members
+    for name, item in declared_keys().items()
+    if item.key.members and not item.key.takes_names and not name.startswith(REFERENCE_ENGINE)
 }
 # Sections that are validated only when they are on.
 _SWITCHED_ON = {
@@ -50,6 +50,7 @@ _FORMS: tuple[tuple[str, str], ...] = (
     (r"give ((?:a number|seconds|numbers)\b.+?)(?:, or leave it out)?$", r"\1"),
     (r"(?:it|bound|[a-z_]+) must be (at least|above) ([\d.]+).*$", r"\1 \2"),
     (r"it must not be negative.*$", "0 or more"),
+    (r"it must be between (.+) and (.+)$", r"\1 to \2"),
     (r"it must divide the (?:\d+ )?([a-z]+).*$", r"divides the \1"),
     (r"[a-z_]+ must lie in (.+)$", r"\1"),
     (r"only '(\w+)' is supported.*$", r"\1"),
@@ -61,7 +62,7 @@ _SIZES = re.compile(r"(?<=max_num_seqs) \d+| \(\d+\)")  # sizes of the config th
 
 @dataclass(frozen=True)
 class Parameter:
-    """A key of the config; ``meaning`` is empty where the docstring has none."""
+    """A key of the config; ``meaning`` is empty where nothing says it."""
 
     key: str
     type: str
@@ -84,18 +85,17 @@ def sections() -> list[Section]:
     return list(_sections(PPOTrainerConfig(), "", _followed()))
 
 
-def attributes(docstring: str | None) -> dict[str, str]:
-    """Name -> text of the ``Attributes`` part of a docstring; a text continues in lines that are indented further."""
-    _, _, part = inspect.cleandoc(docstring or "").partition("\nAttributes:\n")
+def meanings_in(source: str) -> dict[str, str]:
+    """Name -> text behind ``#:`` above a key or in its line, in the source of a section or of free sections' tables."""
     found: dict[str, str] = {}
-    name = ""
-    for line in part.splitlines():
-        if start := re.match(r" {4}(\w+): (.*)", line):
-            name, found[start[1]] = start[1], start[2]
-        elif name and line.startswith(" " * 8):
-            found[name] += " " + line.strip()
-        elif line:
-            break
+    text: list[str] = []
+    for line in source.splitlines():
+        code, _, comment = line.partition("#: ")
+        if comment:
+            text.append(comment)
+        if text and (name := re.match(r' +"?([\w.]+)"?[:=]', code)):
+            found[name[1]] = " ".join(text)
+            text = []
     return found
 
 
@@ -103,12 +103,12 @@ def _sections(node: Any, prefix: str, followed: dict[str, str]) -> Iterator[Sect
     where = prefix.rstrip(".")
     values = {field.name: getattr(node, field.name) for field in dataclasses.fields(node)}
     types = {field.name: str(field.type) for field in dataclasses.fields(node)}
-    meanings = attributes(type(node).__doc__)
+    meanings = meanings_in(inspect.getsource(type(node)))
     leaves = [name for name, value in values.items() if not dataclasses.is_dataclass(value)]
     if leaves:
         yield Section(
             where,
-            inspect.cleandoc(type(node).__doc__ or "").partition("\n\nAttributes:")[0],
+            inspect.cleandoc(type(node).__doc__ or ""),
             tuple(
                 Parameter(
                     prefix + name,
@@ -129,7 +129,7 @@ def _sections(node: Any, prefix: str, followed: dict[str, str]) -> Iterator[Sect
 
 
 def _free_section(key: str) -> Section:
-    meanings, defaults = attributes(overrides.__doc__), _engine_defaults()
+    meanings, defaults = meanings_in(inspect.getsource(overrides)), _engine_defaults()
     return Section(
         key,
         "A free section: a key counts when it is given; the defaults are the engine's.",
@@ -137,11 +137,11 @@ def _free_section(key: str) -> Section:
             Parameter(
                 f"{key}.{name}",
                 "",
-                _shown(defaults.get(name)),
+                _shown(defaults.get(name.rpartition(".")[2])),
                 meanings.get(name, ""),
-                values.expected.removeprefix("expected "),
+                "".join(check.expected.removeprefix("expected ") for check in member.checks),
             )
-            for name, values in FREE_SECTIONS[key].items()
+            for name, member in FREE_SECTIONS[key].items()
         ),
     )
 
@@ -186,12 +186,12 @@ def _allowed(key: str, type_name: str) -> str:
     parent, _, name = key.rpartition(".")
     config = PPOTrainerConfig()
     for switch, value in _SWITCHED_ON.items():
-        config = _replaced(config, switch.split("."), value)
+        config = replaced(config, switch, value)
     pattern = rf"(?:{re.escape(key)}|{re.escape(parent)}: {name}) (?:is|names) [^;]*; (?P<rest>.*)|"
     pattern += rf"{re.escape(parent)}: (?P<pair>{name} must .*)"
     found: dict[str, None] = {}
     for probe in _PROBES.get(type_name.removesuffix(" | None"), ()):
-        for problem in validate_config(_replaced(config, key.split("."), probe)):
+        for problem in validate_config(replaced(config, key, probe)):
             if about := re.fullmatch(pattern, problem):
                 found |= dict.fromkeys(_plain(about["rest"] or about["pair"]))
     return "; ".join(found)
@@ -203,9 +203,3 @@ def _plain(sentence: str) -> Iterator[str]:
         if found := re.search(form, sentence):
             yield _SIZES.sub("", found.expand(plain))
             return
-
-
-def _replaced(node: Any, path: list[str], value: Any) -> Any:
-    if len(path) > 1:
-        value = _replaced(getattr(node, path[0]), path[1:], value)
-    return dataclasses.replace(node, **{path[0]: value})

@@ -1,32 +1,18 @@
 """The typed configuration tree of a run; imports neither torch nor ray."""
 
-from verl.trainer.config.algorithm import (
-    AlgoConfig,
-    AlgorithmSection,
-    FilterGroupsConfig,
-    KLControlConfig,
-    RolloutCorrectionSection,
-)
-from verl.trainer.config.config import ActorRolloutRefConfig, PPOTrainerConfig
-from verl.trainer.config.data import DataConfig
+from verl.trainer.config.algorithm import AlgoConfig, KLControlConfig, RolloutCorrectionSection
+from verl.trainer.config.config import PPOTrainerConfig
 from verl.trainer.config.fixed_keys import WithoutEffect, variables_without_effect, without_effect_block
 from verl.trainer.config.load import ConfigError, compose_config, load_config, resolve_config, typed_config
-from verl.trainer.config.schedule import AsyncTrainingConfig, RolloutRanksConfig
 from verl.trainer.config.trainer import TrainerConfig
 from verl.trainer.config.validate import config_warnings, validate_config
 
 __all__ = [
-    "ActorRolloutRefConfig",
     "AlgoConfig",
-    "AlgorithmSection",
-    "AsyncTrainingConfig",
     "ConfigError",
-    "DataConfig",
-    "FilterGroupsConfig",
     "KLControlConfig",
     "PPOTrainerConfig",
     "RolloutCorrectionSection",
-    "RolloutRanksConfig",
     "TrainerConfig",
     "WithoutEffect",
     "compose_config",

@@ -3,186 +3,142 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
+from typing import Any
 
 from verl.trainer.config.algorithm import AlgorithmSection
 from verl.trainer.config.config import PPOTrainerConfig
 from verl.trainer.config.schedule import AsyncTrainingConfig
 from verl.utils.import_utils import import_external_libs
 from verl.workers.config.actor import PolicyLossConfig
-from verl.workers.config.engine import McoreEngineConfig
 from verl.workers.config.reward_model import RewardModelConfig
 
 
-def schedule_problems(config: PPOTrainerConfig) -> list[str]:
+def schedule_problems(config: PPOTrainerConfig) -> Iterator[str]:
     """Every setting that contradicts ``trainer.schedule``, with what to set."""
     schedule, models = config.trainer.schedule, config.actor_rollout_ref
-    found = []
     defaults = AsyncTrainingConfig()
     given = [f.name for f in fields(defaults) if getattr(config.async_training, f.name) != getattr(defaults, f.name)]
     if given and schedule != "fully_async":
-        found.append(
+        yield (
             f"async_training.{', '.join(given)}: only trainer.schedule=fully_async has them, and the schedule is "
             f"{schedule}; leave them out or change it"
         )
-    if not config.has_rollout_ranks:
-        if config.algorithm.filter_groups.stop_early and models.rollout.rebalance_interval:
-            found.append(
-                f"actor_rollout_ref.rollout.rebalance_interval is {models.rollout.rebalance_interval}; with "
-                "algorithm.filter_groups.stop_early prompts go to the replica with the fewest samples, set it 0"
-            )
-        if config.rollout.nnodes:
-            found.append(
-                f"rollout.nnodes is {config.rollout.nnodes}, but trainer.schedule is {schedule}, which generates on "
-                "the devices of training; set trainer.schedule=one_step_off or fully_async, or rollout.nnodes=0"
-            )
-        if not models.hybrid_engine:
-            found.append(
-                "actor_rollout_ref.hybrid_engine is False; with trainer.schedule=sync actor and rollout share their "
-                "processes"
-            )
-        return found
-    needs = f"trainer.schedule={schedule}"
-    if config.rollout.nnodes == 0:
-        found.append(f"rollout.nnodes is 0; {needs} generates on devices of its own: give their hosts")
-    if models.hybrid_engine:
-        found.append(
-            f"actor_rollout_ref.hybrid_engine is True; with {needs} actor and rollout have processes of their own: set "
-            "it False"
+    needs, is_apart = f"trainer.schedule={schedule}", config.has_rollout_ranks
+    if models.hybrid_engine == is_apart:
+        has = "have processes of their own" if is_apart else "share their processes"
+        yield (
+            f"actor_rollout_ref.hybrid_engine is {models.hybrid_engine}; with {needs} actor and rollout {has}: set it "
+            f"{not is_apart}"
         )
-    found += _filter_problems(config)
+    by_load = needs if is_apart else "algorithm.filter_groups.stop_early"
+    if models.rollout.rebalance_interval and (is_apart or config.algorithm.filter_groups.stop_early):
+        yield (
+            f"actor_rollout_ref.rollout.rebalance_interval is {models.rollout.rebalance_interval}; with {by_load} "
+            "prompts go to the replica with the fewest samples, set it 0"
+        )
+    if is_apart:
+        yield from _separate_problems(config, needs)
+    elif config.rollout.nnodes:
+        yield (
+            f"rollout.nnodes is {config.rollout.nnodes}, but trainer.schedule is {schedule}, which generates on the "
+            "devices of training; set trainer.schedule=one_step_off or fully_async, or rollout.nnodes=0"
+        )
+
+
+def _separate_problems(config: PPOTrainerConfig, needs: str) -> Iterator[str]:
+    """Every setting that ranks which only generate do not have."""
+    if config.rollout.nnodes == 0:
+        yield f"rollout.nnodes is 0; {needs} generates on devices of its own: give their hosts"
+    filters, surplus = config.algorithm.filter_groups, config.gen_batch_size - config.data.train_batch_size
+    if filters.stop_early and config.async_config.partial_rollout:
+        yield (
+            f"algorithm.filter_groups.stop_early is True; with {needs} and async_training.partial_rollout=True nothing "
+            "is aborted, because unfinished samples continue after a weight sync: leave one of them out"
+        )
+    elif surplus < 0 or (surplus and not filters.stop_early):
+        yield (
+            f"data.gen_batch_size is {config.gen_batch_size}; with {needs} prompts are started one by one: leave it "
+            "out, or set a larger number than data.train_batch_size with algorithm.filter_groups.stop_early=True"
+        )
     if config.data.sampler.class_path is not None:
-        found.append(
+        yield (
             f"data.sampler is set; with {needs} prompts are taken ahead of the steps, in an order that must not "
             "change: leave it out"
         )
-    if models.rollout.rebalance_interval:
-        found.append(
-            f"actor_rollout_ref.rollout.rebalance_interval is {models.rollout.rebalance_interval}; with {needs} "
-            "prompts go to the replica with the fewest samples, set it 0"
-        )
-    return found + _pace_problems(config)
+    yield from _pace_problems(config)
 
 
-def _filter_problems(config: PPOTrainerConfig) -> list[str]:
-    """Problems of dynamic sampling where rollout ranks start prompts one by one."""
-    filters, surplus = config.algorithm.filter_groups, config.gen_batch_size - config.data.train_batch_size
-    needs = f"trainer.schedule={config.trainer.schedule}"
-    if filters.stop_early and config.async_config.partial_rollout:
-        return [
-            f"algorithm.filter_groups.stop_early is True; with {needs} and async_training.partial_rollout=True nothing "
-            "is aborted, because unfinished samples continue after a weight sync: leave one of them out"
-        ]
-    if surplus < 0 or (surplus and not filters.stop_early):
-        return [
-            f"data.gen_batch_size is {config.gen_batch_size}; with {needs} prompts are started one by one: leave it "
-            "out, or set a larger number than data.train_batch_size with algorithm.filter_groups.stop_early=True"
-        ]
-    return []
-
-
-def _pace_problems(config: PPOTrainerConfig) -> list[str]:
+def _pace_problems(config: PPOTrainerConfig) -> Iterator[str]:
     schedule, batch = config.async_training, config.data.train_batch_size
-    mini, every, found = config.actor_rollout_ref.actor.ppo_mini_batch_size, schedule.trigger_parameter_sync_step, []
+    mini, every = config.actor_rollout_ref.actor.ppo_mini_batch_size, schedule.trigger_parameter_sync_step
     if schedule.require_batches is not None and schedule.require_batches * mini != batch:
-        found.append(
+        yield (
             f"async_training.require_batches {schedule.require_batches} x ppo_mini_batch_size {mini} is not "
             f"data.train_batch_size {batch}, which a step trains on; leave it out"
         )
     for key in ("save_freq", "test_freq"):
         freq = getattr(config.trainer, key)
         if every > 0 and freq > 0 and freq % every:
-            found.append(
+            yield (
                 f"trainer.{key} is {freq}, which async_training.trigger_parameter_sync_step {every} does not divide: "
                 "both happen where weights are synced"
             )
-    return found
 
 
-def exact_problems(config: PPOTrainerConfig) -> list[str]:
+def exact_problems(config: PPOTrainerConfig) -> Iterator[str]:
     """Every setting under which the log-probs of rollout and training could differ by a rounding, with what to set."""
     trainer, models = config.trainer, config.actor_rollout_ref
     if not trainer.exact_log_probs:
-        return []
-    engine, rollout = models.actor.megatron, models.rollout
-    overrides = engine.override_transformer_config
-    actor, generation = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
-    expected = (
-        ("trainer.device", trainer.device, ("auto", "cpu"), "only a CPU has exact ops"),
-        ("trainer.train_ops", trainer.train_ops, (None,), "exact_log_probs chooses it"),
-        ("trainer.rollout_ops", trainer.rollout_ops, (None,), "exact_log_probs chooses it"),
-        (f"{actor}.tensor_model_parallel_size", engine.tensor_model_parallel_size, (1,), "ranks add in another order"),
-        (f"{actor}.context_parallel_size", engine.context_parallel_size, (1,), "ranks add in another order"),
-        (f"{actor}.expert_tensor_parallel_size", engine.expert_tensor_parallel_size, (None, 1), "likewise"),
-        (f"{actor}.fix_router", engine.fix_router, (False,), "it routes by the place in the micro-batch"),
-        (
-            f"{actor}.override_transformer_config.moe_router_dtype",
-            overrides.get("moe_router_dtype", "fp32"),
-            ("fp32",),
-            "the rollout routes in float32",
-        ),
-        (
-            f"{actor}.override_transformer_config.moe_token_dispatcher_type",
-            overrides.get("moe_token_dispatcher_type", "alltoall"),
-            ("alltoall",),
-            "the other adds experts rank by rank",
-        ),
-        (f"{generation}.fix_router", rollout.fix_router, (False,), "it routes by the place in the step"),
-        (f"{generation}.tensor_model_parallel_size", rollout.tensor_model_parallel_size, (1,), "ranks add likewise"),
-        (f"{generation}.dtype", rollout.dtype, (engine.dtype,), f"{actor}.dtype has it"),
-        (f"{generation}.quantization", rollout.quantization, (None,), "training does not quantise"),
+        return
+    engine, rollout, more = models.actor.megatron, models.rollout, models.actor.megatron.override_transformer_config
+    training, generation = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
+    overrides = f"{training}.override_transformer_config"
+    expected: tuple[tuple[str, Mapping[str, Any], str, tuple[Any, ...], str], ...] = (
+        ("trainer", trainer, "device", ("auto", "cpu"), "only a CPU has exact ops"),
+        ("trainer", trainer, "train_ops", (None,), "exact_log_probs chooses it"),
+        ("trainer", trainer, "rollout_ops", (None,), "exact_log_probs chooses it"),
+        (training, engine, "tensor_model_parallel_size", (1,), "ranks add in another order"),
+        (training, engine, "context_parallel_size", (1,), "ranks add in another order"),
+        (training, engine, "expert_tensor_parallel_size", (None, 1), "likewise"),
+        (training, engine, "fix_router", (False,), "it routes by the place in the micro-batch"),
+        (overrides, more, "moe_router_dtype", ("fp32",), "the rollout routes in float32"),
+        (overrides, more, "moe_token_dispatcher_type", ("alltoall",), "the other adds experts rank by rank"),
+        (generation, rollout, "fix_router", (False,), "it routes by the place in the step"),
+        (generation, rollout, "tensor_model_parallel_size", (1,), "ranks add likewise"),
+        (generation, rollout, "dtype", (engine.dtype,), f"{training}.dtype has it"),
+        (generation, rollout, "quantization", (None,), "training does not quantise"),
     )
-    found = [
-        f"{key} is {value!r}; trainer.exact_log_probs needs {' or '.join(map(repr, allowed))}: {why}"
-        for key, value, allowed, why in expected
-        if value not in allowed
-    ]
+    for where, section, key, allowed, why in expected:
+        value = section.get(key, allowed[0])
+        if value not in allowed:
+            needs = f"trainer.exact_log_probs needs {' or '.join(map(repr, allowed))}"
+            yield f"{where}.{key} is {value!r}; {needs}: {why}"
     has_split_experts = rollout.enable_expert_parallel and config.rollout_world_size > 1
     if has_split_experts and rollout.expert_exchange != "dispatch":
-        found.append(
+        yield (
             f"{generation}.expert_exchange is {rollout.expert_exchange!r}; trainer.exact_log_probs needs 'dispatch', "
             f"which adds a token's experts at home and in order (or {generation}.enable_expert_parallel=False)"
         )
     if rollout.dtype != "float32" and rollout.temperature != 1.0:
-        found.append(
+        yield (
             f"{generation}.temperature is {rollout.temperature}; with {rollout.dtype} trainer.exact_log_probs needs "
             "1.0: training rounds the divided logits"
         )
-    return found
 
 
-def dispatcher_problems(config: PPOTrainerConfig) -> list[str]:
-    """What the experts' dispatcher ``flex`` (DeepEP) cannot do of a config; it stays only with trainer.device=cuda."""
-    remedy, found = "moe_token_dispatcher_type=flex (DeepEP) needs", []
-    for where, engine in _flex_engines(config):
-        if engine.dtype != "bfloat16":
-            found.append(f"{where}.dtype is {engine.dtype}; {remedy} bfloat16")
-        if (engine.expert_tensor_parallel_size or 1) > 1:
-            found.append(f"{where}.expert_tensor_parallel_size is {engine.expert_tensor_parallel_size}; {remedy} 1")
-    return found
-
-
-def missing_dispatcher(config: PPOTrainerConfig) -> list[str]:
-    """Whether the dispatcher ``flex`` lacks its package on this machine; imports nothing."""
-    if importlib.util.find_spec("deep_ep") is not None:
-        return []
-    return [
-        f"{where}.override_transformer_config.moe_token_dispatcher_type is flex, but deep_ep is not installed here: "
-        "build DeepEP 1 (github.com/deepseek-ai/DeepEP) on every node, or set alltoall"
-        for where, _ in _flex_engines(config)[:1]
-    ]
-
-
-def _flex_engines(config: PPOTrainerConfig) -> list[tuple[str, McoreEngineConfig]]:
-    """Key and section of each engine whose experts' dispatcher is ``flex``."""
+def missing_dispatcher(config: PPOTrainerConfig) -> Iterator[str]:
+    """Whether the experts' dispatcher ``flex`` lacks its package on this machine; imports nothing."""
     models = config.actor_rollout_ref
-    engines = (("actor", models.actor.megatron), ("ref", models.ref.megatron))
-    return [
-        (f"actor_rollout_ref.{role}.megatron", engine)
-        for role, engine in engines
-        if engine is not None and engine.override_transformer_config.get("moe_token_dispatcher_type") == "flex"
-    ]
+    for role, engine in (("actor", models.actor.megatron), ("ref", models.ref.megatron)):
+        if engine.has_deep_ep and importlib.util.find_spec("deep_ep") is None:
+            yield (
+                f"actor_rollout_ref.{role}.megatron.override_transformer_config.moe_token_dispatcher_type is flex, but "
+                "deep_ep is not installed here: build DeepEP 1 (github.com/deepseek-ai/DeepEP) on every node, or set "
+                "alltoall"
+            )
+            return
 
 
 # Estimators that callers with more than a rollout may use, and what a run lacks for them.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from megatron.core.parallel_layout import ParallelLayout
 from verl.trainer.config.algorithm import AlgorithmSection
@@ -18,56 +18,50 @@ from verl.workers.config import (
     RewardModelConfig,
     RolloutConfig,
 )
-from verl.workers.config.values import Section
+from verl.workers.config.keys import Idle, Section, key
+from verl.workers.config.profiler import NO_PROFILER
+
+_NO_REFERENCE = Idle("no loss and no reward needs a reference policy", lambda run, own: not run.use_reference_policy)
+_NOT_ASYNC = Idle("trainer.schedule is not fully_async", lambda run, own: run.trainer.schedule != "fully_async")
 
 
 @dataclass(frozen=True)
 class ActorRolloutRefConfig(Section):
-    """The three roles of one worker process.
+    """The three roles of one worker process."""
 
-    Attributes:
-        hybrid_engine: actor and rollout share their processes; set it False with every ``trainer.schedule`` but
-            ``sync``.
-        nccl_timeout: seconds after which a collective, HCCL's too, or a fetch of rows from another rank ends the job.
-    """
-
+    #: actor and rollout share their processes; set it False with every ``trainer.schedule`` but ``sync``.
     hybrid_engine: bool = True
+    #: seconds after which a collective, HCCL's too, or a fetch of rows from another rank ends the job.
     nccl_timeout: int = 600
-    model: HFModelConfig = field(default_factory=HFModelConfig)
-    actor: ActorConfig = field(default_factory=ActorConfig)
-    ref: RefConfig = field(default_factory=RefConfig)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    model: HFModelConfig = key(HFModelConfig)
+    actor: ActorConfig = key(ActorConfig)
+    ref: RefConfig = key(RefConfig, _NO_REFERENCE)
+    rollout: RolloutConfig = key(RolloutConfig)
 
 
 @dataclass(frozen=True)
 class TokenLimit:
-    """The packed tokens that a micro-batch of a training call may have.
+    """The packed tokens that a micro-batch of a training call may have."""
 
-    Attributes:
-        key: the setting.
-        tokens: over all context-parallel ranks.
-        metric: the name under which a step counts the samples above it.
-    """
-
-    key: str
-    tokens: int
-    metric: str
+    key: str  #: the setting.
+    tokens: int  #: over all context-parallel ranks.
+    metric: str  #: the name under which a step counts the samples above it.
 
 
 @dataclass(frozen=True)
 class PPOTrainerConfig(Section):
     """Everything about one run; workers receive this whole tree and never change it."""
 
-    data: DataConfig = field(default_factory=DataConfig)
-    actor_rollout_ref: ActorRolloutRefConfig = field(default_factory=ActorRolloutRefConfig)
-    algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
-    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
-    custom_reward_function: CustomRewardFunctionConfig = field(default_factory=CustomRewardFunctionConfig)
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    rollout: RolloutRanksConfig = field(default_factory=RolloutRanksConfig)
-    async_training: AsyncTrainingConfig = field(default_factory=AsyncTrainingConfig)
-    ray_kwargs: RayConfig = field(default_factory=RayConfig)
-    global_profiler: GlobalProfilerConfig = field(default_factory=GlobalProfilerConfig)
+    data: DataConfig = key(DataConfig)
+    actor_rollout_ref: ActorRolloutRefConfig = key(ActorRolloutRefConfig)
+    algorithm: AlgorithmSection = key(AlgorithmSection)
+    reward_model: RewardModelConfig = key(RewardModelConfig)
+    custom_reward_function: CustomRewardFunctionConfig = key(CustomRewardFunctionConfig)
+    trainer: TrainerConfig = key(TrainerConfig)
+    rollout: RolloutRanksConfig = key(RolloutRanksConfig)
+    async_training: AsyncTrainingConfig = key(AsyncTrainingConfig, _NOT_ASYNC)
+    ray_kwargs: RayConfig = key(RayConfig)
+    global_profiler: GlobalProfilerConfig = key(GlobalProfilerConfig, NO_PROFILER)
 
     @property
     def is_profiled(self) -> bool:
@@ -153,6 +147,5 @@ class PPOTrainerConfig(Section):
     @property
     def gen_batch_size(self) -> int:
         """Prompts of one generation; dynamic sampling may generate several times a step, and more than it trains on."""
-        data = self.data
-        chosen = data.gen_batch_size if self.algorithm.filter_groups.enable else None
-        return chosen or data.train_batch_size
+        chosen = self.data.gen_batch_size if self.algorithm.filter_groups.enable else None
+        return chosen or self.data.train_batch_size

@@ -7,7 +7,7 @@ import difflib
 import os
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -18,46 +18,24 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.trainer.config.config import PPOTrainerConfig
-from verl.trainer.config.data import TAKES_NAMES
-from verl.trainer.config.fixed_keys import FIXED_KEYS, GIVEN_EMPTY, WithoutEffect, take_fixed_keys
-from verl.trainer.config.idle_keys import idle_keys
-from verl.trainer.config.model_keys import compare_model_keys, config_json, take_model_keys
+from verl.trainer.config.declared import declared_keys, idle_keys, other_names
+from verl.trainer.config.fixed_keys import FIXED_KEYS, GIVEN_EMPTY, Given, WithoutEffect, take_fixed_keys
+from verl.trainer.config.model_keys import config_json, take_model_keys
 from verl.trainer.config.override_text import in_quotes, literal, override, quoted
-from verl.trainer.config.upstream_keys import ASYNC_KEYS, MOVED_KEYS, list_of_names, translate_upstream_keys, value_at
+from verl.trainer.config.upstream_keys import ASYNC_KEYS, list_of_names, translate_upstream_keys
+from verl.workers.config.keys import flat
 
 CONFIG_DIR = Path(__file__).resolve().parent
 DEFAULT_CONFIG_NAME = "ppo_megatron_trainer"
-# A leading ~ is expanded once, here, so that every reader of the tree opens the same file.
-_PATH_KEYS = (
-    "data.train_files",
-    "data.val_files",
-    "actor_rollout_ref.model.path",
-    "actor_rollout_ref.actor.megatron.dist_checkpointing_path",
-    "actor_rollout_ref.ref.megatron.dist_checkpointing_path",
-    "custom_reward_function.path",
-    "data.custom_cls.path",
-    "data.sampler.class_path",
-    "trainer.default_local_dir",
-    "trainer.report_dir",
-    "trainer.resume_from_path",
-)
 _EXPERT_PARALLEL = "actor_rollout_ref.rollout.enable_expert_parallel"
 _PROFILER = "actor_rollout_ref.actor.profiler."
-_EXTERNAL_LIB = "actor_rollout_ref.model.external_lib"
+_EXTERNAL_LIB, _MODEL_PATH = "actor_rollout_ref.model.external_lib", "actor_rollout_ref.model.path"
 _ACTOR, _REF = "actor_rollout_ref.actor.megatron.", "actor_rollout_ref.ref.megatron."
 _ROUTER_REPLAY = "actor_rollout_ref.actor.router_replay.mode"
-# Keys of the engine that the reference has and does not use, and why.
-_NOT_OF_REFERENCE = {
-    **dict.fromkeys(
-        ("grad_offload", "optimizer_offload", "swap_optimizer", "override_ddp_config"), "the reference is not trained"
-    ),
-    "param_offload": "the reference is in host memory but for its own pass",
-    "sequence_parallel": "the actor's value counts for both",
-}
 _SEARCH_PATH = "hydra.searchpath="
 _KEY = re.compile(r"[\w+./@-]+")
 _NEAR = 0.6  # likeness of keys, 1 for equal ones, from which one may be a slip for the other
@@ -122,76 +100,64 @@ def typed_config(composed: DictConfig) -> PPOTrainerConfig:
 
 def resolve_config(composed: DictConfig) -> tuple[PPOTrainerConfig, list[WithoutEffect]]:
     """The typed tree of ``composed``, and the keys in it that have no effect here, each with its reason."""
-    taken = _restore_followers(composed)
+    keys, taken = declared_keys(), _restore_followers(composed)
+    whole = frozenset(key for key, item in keys.items() if item.key.takes_names)
     try:
         raw: Any = OmegaConf.to_container(composed, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError([str(error).strip().replace("\n", " ")]) from error
-    assert isinstance(raw, dict)
-    known = known_keys()
-    of_model, problems = take_model_keys(raw), list[str]()
-    for found in (translate_upstream_keys(raw), take_fixed_keys(raw), compare_model_keys(of_model, _model_path(raw))):
-        taken, problems = taken + found[0], problems + found[1]
-    leaves = _given(dict(_leaves(raw, known, problems)), taken)
+    # An empty section sets nothing.
+    given = Given({k: v for k, v in flat(raw, whole=whole) if v != {} or (k in keys and keys[k].is_free)}, taken)
+    take_model_keys(given, str(given.values.get(_MODEL_PATH) or keys[_MODEL_PATH].default))
+    translate_upstream_keys(given, other_names())
+    take_fixed_keys(given)
+    leaves = _leaves(given)
     # ref.megatron is the actor's with the given keys replaced.
-    inherited = {_REF + key.removeprefix(_ACTOR): value for key, value in leaves.items() if key.startswith(_ACTOR)}
-    inherited |= {  # and ranks that only generate are profiled like those that train
+    values = {_REF + key.removeprefix(_ACTOR): value for key, value in leaves.items() if key.startswith(_ACTOR)}
+    values |= {  # and ranks that only generate are profiled like those that train
         key.replace(".actor.", ".rollout.", 1): value for key, value in leaves.items() if key.startswith(_PROFILER)
     }
+    values |= leaves
+    # A leading ~ is expanded once, here, so that every reader of the tree opens the same file.
+    for key, item in keys.items():
+        if item.key.is_path:
+            values[key] = _each_text(values.get(key, item.default), os.path.expanduser)
+    values[_EXTERNAL_LIB] = _each_text(values.get(_EXTERNAL_LIB), _absolute_file)
     schema = deepcopy(_writable_schema())  # an eighth of the time of making it
-    for key, value in (inherited | leaves).items():
+    for key, value in values.items():
         try:
             OmegaConf.update(schema, key, literal(value))
         except OmegaConfBaseException as error:
-            problems.append(f"{key} is {value!r}; {str(error).splitlines()[0]}")
-    config = _typed(schema, leaves, taken)
-    if problems:
-        raise ConfigError(problems, config)
-    taken += _unused_profiler_keys(config, leaves)
+            given.problems.append(f"{key} is {value!r}; {str(error).splitlines()[0]}")
+    config = _with_followers(OmegaConf.to_object(schema), leaves, taken)
+    if given.problems:
+        raise ConfigError(given.problems, config)
+    unresolved: Any = OmegaConf.to_container(composed, resolve=False)
+    written = dict(flat(unresolved, whole=whole))
+    # Keys that only follow others, as the base YAML file says, are not given.
+    themselves = {key: value for key, value in leaves.items() if not str(written.get(key)).startswith("${")}
     reported = {item.key for item in taken}
-    idle = idle_keys(config, _without_followers(leaves, composed))
-    return config, taken + [item for item in idle if item.key not in reported]
+    return config, taken + [item for item in idle_keys(config, themselves) if item.key not in reported]
 
 
-def _typed(schema: DictConfig, leaves: dict[str, Any], taken: list[WithoutEffect]) -> PPOTrainerConfig:
-    """The dataclasses of ``schema`` with what follows from other keys; adds those without effect to ``taken``."""
-    for key in _PATH_KEYS:
-        OmegaConf.update(schema, key, literal(_expand_home(OmegaConf.select(schema, key))))
-    OmegaConf.update(schema, _EXTERNAL_LIB, literal(_absolute_files(OmegaConf.select(schema, _EXTERNAL_LIB))))
-    config = OmegaConf.to_object(schema)
-    assert isinstance(config, PPOTrainerConfig)
-    experts = config_json(config.actor_rollout_ref.model.path)
-    if experts is not None and not _can_split_experts(config, experts.get("n_routed_experts") or 0):
-        has_none = not experts.get("n_routed_experts")
-        if leaves.get(_EXPERT_PARALLEL) and has_none:
+def _with_followers(config: Any, leaves: dict[str, Any], taken: list[WithoutEffect]) -> PPOTrainerConfig:
+    """``config`` with what follows from the model and from other keys; adds keys without effect to ``taken``."""
+    model = config_json(config.actor_rollout_ref.model.path)
+    num_experts = (model or {}).get("n_routed_experts") or 0
+    if model is not None and not _can_split_experts(config, num_experts):
+        if leaves.get(_EXPERT_PARALLEL) and not num_experts:
             taken.append(WithoutEffect(_EXPERT_PARALLEL, True, "the model has no experts"))
-        if has_none or _EXPERT_PARALLEL not in leaves:
-            OmegaConf.update(schema, _EXPERT_PARALLEL, False)
-            config = OmegaConf.to_object(schema)
-            assert isinstance(config, PPOTrainerConfig)
+        if not num_experts or _EXPERT_PARALLEL not in leaves:
+            config = replaced(config, _EXPERT_PARALLEL, False)
     if config.actor_rollout_ref.actor.router_replay.mode == "auto":
-        OmegaConf.update(schema, _ROUTER_REPLAY, config.automatic_router_replay)
-        config = OmegaConf.to_object(schema)
-        assert isinstance(config, PPOTrainerConfig)
+        config = replaced(config, _ROUTER_REPLAY, config.automatic_router_replay)
     return config
 
 
-def _without_followers(leaves: dict[str, Any], composed: DictConfig) -> dict[str, Any]:
-    """The leaves that are given themselves; the others follow other keys, as the base YAML file says."""
-    written: Any = OmegaConf.to_container(composed, resolve=False)
-    return {key: value for key, value in leaves.items() if not str(value_at(written, key)).startswith("${")}
-
-
-def _unused_profiler_keys(config: PPOTrainerConfig, leaves: dict[str, Any]) -> list[WithoutEffect]:
-    """Given keys of profilers that record nothing."""
-    if not config.is_profiled:
-        unused = {key: "no profiler is enabled" for key in leaves if "profiler." in key}
-    elif not config.has_rollout_ranks:
-        why = "actor and rollout share their processes: actor.profiler decides"
-        unused = {key: why for key in leaves if key.startswith("actor_rollout_ref.rollout.profiler.")}
-    else:
-        unused = {}
-    return [WithoutEffect(key, leaves[key], reason) for key, reason in unused.items()]
+def replaced(node: Any, key: str, value: Any) -> Any:
+    """``node`` with another value of a dotted key."""
+    name, _, inner = key.partition(".")
+    return dataclasses.replace(node, **{name: replaced(getattr(node, name), inner, value) if inner else value})
 
 
 def _can_split_experts(config: PPOTrainerConfig, num_experts: int) -> bool:
@@ -204,66 +170,47 @@ def _can_split_experts(config: PPOTrainerConfig, num_experts: int) -> bool:
     return num_experts > 0 and num_experts % ranks == 0
 
 
-def known_keys(cls: type = PPOTrainerConfig, prefix: str = "") -> dict[str, bool]:
-    """Every dotted leaf key of the schema, and whether it may hold keys of the user's own."""
-    keys: dict[str, bool] = {}
-    for field in dataclasses.fields(cls):
-        default = field.default_factory() if callable(field.default_factory) else field.default
-        name = f"{prefix}{field.name}"
-        if dataclasses.is_dataclass(default):
-            keys.update(known_keys(type(default), f"{name}."))
-        else:
-            keys[name] = isinstance(default, dict) or TAKES_NAMES in field.metadata
-    return keys
-
-
 def _restore_followers(composed: DictConfig) -> list[WithoutEffect]:
-    """Let keys that are given empty follow others again as the base YAML file says; returns these keys."""
-    base = yaml.safe_load((CONFIG_DIR / f"{DEFAULT_CONFIG_NAME}.yaml").read_text(encoding="utf-8"))
-    taken = []
-    for key in ("trainer.default_local_dir", "trainer.report_dir"):
-        if OmegaConf.select(composed, key) == "":
-            OmegaConf.update(composed, key, value_at(base, key))
-            taken.append(WithoutEffect(key, "", GIVEN_EMPTY))
-    return taken
+    """Let paths that are given empty follow others again as the base YAML file says; returns their keys."""
+    base = dict(flat(yaml.safe_load((CONFIG_DIR / f"{DEFAULT_CONFIG_NAME}.yaml").read_text(encoding="utf-8"))))
+    paths = ("trainer.default_local_dir", "trainer.report_dir")
+    empty = [key for key in paths if OmegaConf.select(composed, key) == ""]
+    for key in empty:
+        OmegaConf.update(composed, key, base[key])
+    return [WithoutEffect(key, "", GIVEN_EMPTY) for key in empty]
 
 
-def _given(leaves: dict[str, Any], taken: list[WithoutEffect]) -> dict[str, Any]:
-    """The leaves that set something, lists of names as lists; adds those without effect to ``taken``.
+def _leaves(given: Given) -> dict[str, Any]:
+    """The keys of the schema that set something, free sections as one value; reports the others.
 
     Null and "" are how upstream's scripts leave a key unset whose variable is empty; where "absent" is no value of
     the key, it keeps its default.
     """
-    types = _field_types()
-    kept: dict[str, Any] = {}
-    for key, value in leaves.items():
-        kind = types[key]
-        if value in (None, "") and kind != "Any" and "None" not in kind:
-            taken.append(WithoutEffect(key, value, GIVEN_EMPTY))
-        elif key.startswith(_REF) and (reason := _NOT_OF_REFERENCE.get(key.removeprefix(_REF))):
-            taken.append(WithoutEffect(key, value, reason))
-        elif value == "" and "None" in kind:
-            kept |= {} if key.startswith(_REF) else {key: None}  # the reference's keys follow the actor's
+    keys, found = declared_keys(), dict[str, Any]()
+    for name, value in list(given.values.items()):
+        item = keys.get(name)
+        free = next((key for key in keys if keys[key].is_free and name.startswith(f"{key}.")), None)
+        if free is not None:
+            *sections, leaf = name.removeprefix(f"{free}.").split(".")
+            node = found.setdefault(free, {})
+            for section in sections:
+                node = node.setdefault(section, {})
+            node[leaf] = value
+        elif item is None:
+            inside = next((key for key in keys if key.startswith(f"{name}.")), None)
+            if inside is None:
+                given.problems.append(_unknown(name))
+            elif value is not None:
+                given.problems.append(f"{name} is {value!r}; expected a section, with keys like {inside}")
+        elif value in (None, "") and item.type != "Any" and "None" not in item.type:
+            given.take(name, GIVEN_EMPTY)
+        elif value == "" and "None" in item.type:
+            found |= {} if name.startswith(_REF) else {name: None}  # the reference's keys follow the actor's
         else:
-            kept[key] = list_of_names(value) if kind == "list[str]" else value
-    return kept
-
-
-def _field_types(cls: type = PPOTrainerConfig, prefix: str = "") -> dict[str, str]:
-    """The annotation of every leaf key, as it is written."""
-    types: dict[str, str] = {}
-    for field in dataclasses.fields(cls):
-        default = field.default_factory() if callable(field.default_factory) else field.default
-        name = f"{prefix}{field.name}"
-        if dataclasses.is_dataclass(default):
-            types |= _field_types(type(default), f"{name}.")
-        else:
-            types[name] = str(field.type)
-    return types
-
-
-def _model_path(raw: dict[str, Any]) -> str:
-    return str(value_at(raw, "actor_rollout_ref.model.path") or PPOTrainerConfig().actor_rollout_ref.model.path)
+            found[name] = list_of_names(value) if item.type == "list[str]" else value
+    for name in [name for name in found if name.startswith(_REF) and keys[name].key.not_of_reference]:
+        given.taken.append(WithoutEffect(name, found.pop(name), keys[name].key.not_of_reference))
+    return found
 
 
 def to_yaml(config: PPOTrainerConfig) -> str:
@@ -301,56 +248,30 @@ def _with_home(given: str) -> str:
     return f"{key}={in_quotes(literal(str(Path.home())) + below)}" if isinstance(below, str) else given
 
 
-def _leaves(
-    tree: dict[str, Any], known: dict[str, bool], problems: list[str], prefix: str = ""
-) -> Iterator[tuple[str, Any]]:
-    """The keys of the schema in ``tree`` with their values; adds a sentence for everything else to ``problems``.
-
-    A free-form dict is one value, and an empty section sets nothing.
-    """
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        inside = next((leaf for leaf in known if leaf.startswith(f"{name}.")), None)
-        if known.get(name, False) or (name in known and not isinstance(value, dict)):
-            yield name, value
-        elif isinstance(value, dict):
-            yield from _leaves(value, known, problems, f"{name}.")
-        elif inside is None:
-            problems.append(_unknown(name, known))
-        elif value is not None:
-            problems.append(f"{name} is {value!r}; expected a section, with keys like {inside}")
+def _each_text(value: Any, change: Callable[[str], str]) -> Any:
+    """``value`` with every text of it changed: itself, or those of a list or a dict."""
+    if isinstance(value, list):
+        return [_each_text(entry, change) for entry in value]
+    if isinstance(value, dict):
+        return {name: _each_text(entry, change) for name, entry in value.items()}
+    return change(value) if isinstance(value, str) else value
 
 
-def _expand_home(value: Any) -> Any:
-    if isinstance(value, ListConfig):
-        return [_expand_home(path) for path in value]
-    if isinstance(value, DictConfig):
-        return {name: _expand_home(value[name]) for name in value}
-    return os.path.expanduser(value) if isinstance(value, str) else value
+def _absolute_file(library: str) -> str:
+    """A module as it is, and a Python file with its whole path: workers may run in another folder."""
+    return os.path.abspath(os.path.expanduser(library)) if library.endswith(".py") else library
 
 
-def _absolute_files(libraries: Any) -> Any:
-    """Modules as they are, and Python files with whole paths: workers may run in another folder."""
-    if isinstance(libraries, ListConfig):
-        return [_absolute_files(library) for library in libraries]
-    is_file = isinstance(libraries, str) and libraries.endswith(".py")
-    return os.path.abspath(os.path.expanduser(libraries)) if is_file else libraries
-
-
-def _unknown(key: str, known: dict[str, bool]) -> str:
+def _unknown(key: str) -> str:
     """The sentence about an unknown key, with the known one that it may have meant, if any is near."""
     leaf = key.rpartition(".")[2]
-    near = {
-        name: _likeness(key, name)
-        for name in (*known, *FIXED_KEYS, *MOVED_KEYS, *ASYNC_KEYS)
-        if _likeness(leaf, name.rpartition(".")[2]) >= _NEAR
-    }
-    same_leaf = {name: score for name, score in near.items() if name.rpartition(".")[2] == leaf}
-    near = same_leaf or near
-    best = max(near, key=lambda name: near[name], default=None)
-    if best is None or (near[best] < _NEAR and (not same_leaf or len(leaf) < _TELLING)):
-        return f"unknown key {key}, and none is like it; docs/parameters.md has them all"
-    return f"unknown key {key}; the nearest known key is {best}"
+    leaves = {name: name.rpartition(".")[2] for name in (*declared_keys(), *FIXED_KEYS, *other_names(), *ASYNC_KEYS)}
+    same_leaf = [name for name in leaves if leaves[name] == leaf]
+    near = same_leaf or [name for name in leaves if _likeness(leaf, leaves[name]) >= _NEAR]
+    best = max(near, key=lambda name: _likeness(key, name), default="")
+    if best and (_likeness(key, best) >= _NEAR or (same_leaf and len(leaf) >= _TELLING)):
+        return f"unknown key {key}; the nearest known key is {best}"
+    return f"unknown key {key}, and none is like it; docs/parameters.md has them all"
 
 
 def _likeness(one: str, other: str) -> float:

@@ -7,17 +7,16 @@ Megatron's ``MLATransformerConfig``.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hf_formats.config import parse_hf_config, read_config_dict
 from hf_formats.families.family import common_keys
-from verl.trainer.config.fixed_keys import WithoutEffect
+from verl.trainer.config.fixed_keys import Given
 
-_SECTION = re.compile(r"actor_rollout_ref\.(?:actor|ref)\.megatron\.override_transformer_config\.(\w+)")
+_SECTION = re.compile(r"actor_rollout_ref\.(?:actor|ref)\.megatron\.override_transformer_config")
 _ROPE = re.compile(
     r"(?:rope_scaling_|rotary_scaling_|yarn_(?:rotary_)?(?:scaling_)?)"
     r"(factor|beta_fast|beta_slow|mscale|mscale_all_dim|original_max_position_embeddings|type)"
@@ -56,36 +55,19 @@ _REASON = "config.json of the model decides, and says the same"
 _UNREAD = "config.json of the model decides, and will be compared where it can be read"
 
 
-@dataclass(frozen=True)
-class ModelKey:
-    """A key that was given and its field in config.json, as ``rope_scaling.factor``."""
-
-    key: str
-    value: Any
-    field: str
-
-
-def take_model_keys(tree: dict[str, Any], prefix: str = "") -> list[ModelKey]:
-    """Remove and return the keys of ``override_transformer_config`` that repeat config.json."""
-    taken = []
-    for key, value in list(tree.items()):
-        name = f"{prefix}{key}"
-        if isinstance(value, dict):
-            taken += take_model_keys(value, f"{name}.")
-        elif (found := _SECTION.fullmatch(name)) and (field := _field_of(found[1])):
-            taken.append(ModelKey(name, value, field))
-            del tree[key]
-    return taken
-
-
-def compare_model_keys(given: list[ModelKey], model_path: str) -> tuple[list[WithoutEffect], list[str]]:
-    """The keys that agree with ``model_path``/config.json, and one sentence with both values for each that does not."""
-    file = Path(model_path).expanduser() / "config.json"
-    raw = config_json(model_path)
-    if raw is None:
-        return [WithoutEffect(item.key, item.value, _UNREAD) for item in given], []
-    problems = list(_differences(given, raw, file))
-    return [WithoutEffect(item.key, item.value, _REASON) for item in given], problems
+def take_model_keys(given: Given, model_path: str) -> None:
+    """Take out the keys of ``override_transformer_config`` that repeat ``model_path``/config.json."""
+    fields = {key: field for key in given.values if (field := _field_of(key))}
+    raw = config_json(model_path) if fields else None
+    theirs_by_field = _values(raw or {})
+    for key, field in fields.items():
+        value, theirs = given.values[key], theirs_by_field.get(field)
+        if raw is not None and not _is_equal(value, theirs):
+            given.problems.append(
+                f"{key} is {value!r}, but {field} of {Path(model_path).expanduser()}/config.json is {theirs!r}; the "
+                "file decides: leave the key out or change the file"
+            )
+        given.take(key, _UNREAD if raw is None else _REASON)
 
 
 def config_json(model_path: str) -> dict[str, Any] | None:
@@ -105,41 +87,30 @@ def config_json(model_path: str) -> dict[str, Any] | None:
     return found
 
 
-def _differences(given: list[ModelKey], raw: Mapping[str, Any], file: Path) -> Iterator[str]:
-    for item in given:
-        theirs = _value(item.field, raw)
-        if not _is_equal(item.value, theirs):
-            yield (
-                f"{item.key} is {item.value!r}, but {item.field} of {file} is {theirs!r}; the file decides: leave the "
-                "key out or change the file"
-            )
-
-
-def _field_of(name: str) -> str | None:
+def _field_of(key: str) -> str | None:
+    """The field of config.json that a key repeats, as ``rope_scaling.factor``; None for other keys."""
+    section, _, name = key.rpartition(".")
+    if not _SECTION.fullmatch(section):
+        return None
     if found := _ROPE.fullmatch(name):
         return f"rope_scaling.{found[1] or found[2]}"
     return _FIELDS.get(name)
 
 
-def _value(field: str, raw: Mapping[str, Any]) -> Any:
-    """What config.json says in a field, as the value that its key would have."""
+def _values(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """What config.json says by field, as the values that its keys would have; None is missing."""
     scaling = raw.get("rope_scaling") or {}
-    if field == "kind of positions":
-        return "rope"
-    if field == _QK_NORM:
-        return raw.get(field, True)  # absent: of a model that preflight refuses
-    if field == "latent attention":
-        return bool(raw.get("kv_lora_rank"))
-    if field == "rope_scaling":
-        return bool(scaling)
-    if field == "rope_theta":
-        return raw.get("rope_theta", 10000.0)
-    if not field.startswith("rope_scaling."):
-        return raw.get(field)
-    name = field.removeprefix("rope_scaling.")
-    if name == "type":
-        return scaling.get("rope_type") or scaling.get("type") or "rope"
-    return scaling.get(name, _YARN_DEFAULTS.get(name) if scaling else None)
+    rope = {**_YARN_DEFAULTS, **scaling} if scaling else {}
+    rope["type"] = scaling.get("rope_type") or scaling.get("type") or "rope"
+    return {
+        **raw,
+        **{f"rope_scaling.{name}": value for name, value in rope.items()},
+        "rope_scaling": bool(scaling),
+        "rope_theta": raw.get("rope_theta", 10000.0),
+        "kind of positions": "rope",
+        "latent attention": bool(raw.get("kv_lora_rank")),
+        _QK_NORM: raw.get(_QK_NORM, True),  # absent: of a model that preflight refuses
+    }
 
 
 def _is_equal(ours: Any, theirs: Any) -> bool:

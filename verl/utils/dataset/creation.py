@@ -12,7 +12,6 @@ from torch.utils.data import Dataset
 from verl.experimental.dataset.sampler import AbstractSampler
 from verl.trainer.config.data import DataConfig
 from verl.utils.dataset.rl_dataset import RLHFDataset
-from verl.utils.errors import BatchError, WrongTypeError
 from verl.utils.import_utils import load_extern_type
 
 
@@ -36,7 +35,7 @@ def dataset_class(data: DataConfig) -> type:
     chosen = load_extern_type(path, name)
     where = f"data.custom_cls: {name} of {path}"
     if not isinstance(chosen, type) or not issubclass(chosen, Dataset):
-        raise WrongTypeError(f"{where} is {chosen!r}; expected a class derived from torch.utils.data.Dataset")
+        raise ValueError(f"{where} is {chosen!r}; expected a class derived from torch.utils.data.Dataset")
     try:
         given = _dataset_arguments(chosen, None, data, None, data.train_max_samples)
         inspect.signature(chosen).bind(**given)
@@ -55,7 +54,7 @@ def sampler_class(data: DataConfig) -> type[AbstractSampler] | None:
     where = f"data.sampler: {name} of {path}"
     if not isinstance(chosen, type) or not issubclass(chosen, AbstractSampler):
         module = AbstractSampler.__module__
-        raise BatchError(f"{where} is {chosen!r}; expected a class derived from {module}.AbstractSampler")
+        raise ValueError(f"{where} is {chosen!r}; expected a class derived from {module}.AbstractSampler")
     try:
         inspect.signature(chosen).bind(data_source=None, data_config=None)
     except TypeError as error:

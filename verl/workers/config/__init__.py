@@ -2,26 +2,23 @@
 
 from verl.workers.config.actor import ActorConfig, CheckpointConfig, RefConfig, RouterReplayConfig
 from verl.workers.config.engine import McoreEngineConfig
-from verl.workers.config.model import GradientCheckpointingConfig, HFModelConfig
+from verl.workers.config.model import HFModelConfig
 from verl.workers.config.optimizer import McoreOptimizerConfig
-from verl.workers.config.profiler import GlobalProfilerConfig, ProfilerConfig
+from verl.workers.config.profiler import GlobalProfilerConfig
 from verl.workers.config.reward_model import CustomRewardFunctionConfig, OverlongBufferConfig, RewardModelConfig
-from verl.workers.config.rollout import RolloutConfig, SamplingConfig
+from verl.workers.config.rollout import RolloutConfig
 
 __all__ = [
     "ActorConfig",
     "CheckpointConfig",
     "CustomRewardFunctionConfig",
     "GlobalProfilerConfig",
-    "GradientCheckpointingConfig",
     "HFModelConfig",
     "McoreEngineConfig",
     "McoreOptimizerConfig",
     "OverlongBufferConfig",
-    "ProfilerConfig",
     "RefConfig",
     "RewardModelConfig",
     "RolloutConfig",
     "RouterReplayConfig",
-    "SamplingConfig",
 ]

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 from megatron.core.parallel_layout import ParallelLayout
 from verl.workers.config import overrides
+from verl.workers.config.keys import TRAINED_DTYPES, Idle, Section, beside, key
 from verl.workers.config.model import GradientCheckpointingConfig
-from verl.workers.config.values import TRAINED_DTYPES, Section
 
-# Keys in which actor and reference, who share their processes, must agree.
-LAYOUT_KEYS = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_parallel",
-    "expert_tensor_parallel_size",
-)
 END_STAGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 COUNTED_ENDS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+_SWAP_NAMES = {"0.6.1": "override_transformer_config.swap_optimizer"}
+_NOT_TRAINED, _OF_ACTOR = "the reference is not trained", "the actor's value counts for both"
+_RANDOM = Idle(
+    "the weights are initialised at random",
+    lambda run, own: own.use_dist_checkpointing and not (run.actor_rollout_ref.actor.load_weight and own.load_weight),
+)
 
 
 @dataclass(frozen=True)
@@ -29,57 +27,43 @@ class McoreEngineConfig(Section):
 
     ``override_transformer_config`` has more keys of the layout: layers of the first and last stage, no-op layers,
     ``mla_down_proj_column_parallel``.
-
-    Attributes:
-        tensor_model_parallel_size: ranks that split every layer (TP).
-        pipeline_model_parallel_size: stages that split the layers (PP).
-        virtual_pipeline_model_parallel_size: chunks of layers on each stage (VPP), which run interleaved; absent means
-            1.
-        num_layer_list: layers of every stage, as a list or as text "7,7,8"; absent means an even split.
-        context_parallel_size: ranks that split every sequence (CP).
-        expert_model_parallel_size: groups of experts (EP), across the data-parallel ranks.
-        expert_tensor_parallel_size: ranks that split every expert (ETP); absent means 1, not TP as in Megatron alone.
-        moe_tp_extend_ep: make the tensor-parallel ranks expert groups too, so that there are EP x TP of them.
-        sequence_parallel: split activations between layers over the tensor-parallel ranks; required with TP.
-        param_offload: move weights to host memory while something else needs the device.
-        grad_offload: move gradients to host memory after the update.
-        optimizer_offload: move the optimizer state to host memory after the update.
-        swap_optimizer: keep the optimizer state in host memory and bring it to the device in pieces (MindSpeed).
-        use_dist_checkpointing: start from sharded weights at ``dist_checkpointing_path`` instead of ``model.path``.
-        dist_checkpointing_path: mp_rank files, a distributed checkpoint, or ``global_step_N/actor`` of another run, in
-            any layout.
-        load_weight: load the weights; False initialises them at random, from ``seed``.
-        fix_router: give every expert the same number of tokens, whatever the router chooses; for throughput
-            measurements only.
-        seed: seed of weights that are initialised at random.
-        dtype: dtype of weights and activations; the optimizer's master weights are float32.
-        override_ddp_config: how gradients are buffered and reduced; its keys are below.
-        override_transformer_config: layout, recomputation, MoE and MTP; its keys are below.
     """
 
-    VALUES: ClassVar = {"dtype": TRAINED_DTYPES}
-
-    tensor_model_parallel_size: int = 1
-    pipeline_model_parallel_size: int = 1
+    tensor_model_parallel_size: int = 1  #: ranks that split every layer (TP).
+    pipeline_model_parallel_size: int = 1  #: stages that split the layers (PP).
+    #: chunks of layers on each stage (VPP), which run interleaved; absent means 1.
     virtual_pipeline_model_parallel_size: int | None = None
-    num_layer_list: Any = None
-    context_parallel_size: int = 1
-    expert_model_parallel_size: int = 1
+    num_layer_list: Any = None  #: layers of every stage, as a list or as text "7,7,8"; absent means an even split.
+    context_parallel_size: int = 1  #: ranks that split every sequence (CP).
+    expert_model_parallel_size: int = 1  #: groups of experts (EP), across the data-parallel ranks.
+    #: ranks that split every expert (ETP); absent means 1, not TP as in Megatron alone.
     expert_tensor_parallel_size: int | None = None
+    #: make the tensor-parallel ranks expert groups too, so that there are EP x TP of them.
     moe_tp_extend_ep: bool = False
-    sequence_parallel: bool = True
-    param_offload: bool = False
-    grad_offload: bool = False
-    optimizer_offload: bool = False
-    swap_optimizer: bool = False
-    use_dist_checkpointing: bool = False
-    dist_checkpointing_path: str | None = None
-    load_weight: bool = True
+    #: split activations between layers over the tensor-parallel ranks; required with TP.
+    sequence_parallel: bool = key(True, not_of_reference=_OF_ACTOR)
+    #: move weights to host memory while something else needs the device.
+    param_offload: bool = key(False, not_of_reference="the reference is in host memory but for its own pass")
+    grad_offload: bool = key(False, not_of_reference=_NOT_TRAINED)  #: move gradients to host memory after the update.
+    #: move the optimizer state to host memory after the update.
+    optimizer_offload: bool = key(False, not_of_reference=_NOT_TRAINED)
+    #: keep the optimizer state in host memory and bring it to the device in pieces (MindSpeed).
+    swap_optimizer: bool = key(False, names=_SWAP_NAMES, not_of_reference=_NOT_TRAINED)
+    #: start from sharded weights at ``dist_checkpointing_path`` instead of ``model.path``.
+    use_dist_checkpointing: bool = key(False, _RANDOM)
+    #: mp_rank files, a distributed checkpoint, or ``global_step_N/actor`` of another run, in any layout.
+    dist_checkpointing_path: str | None = key(None, _RANDOM, beside("use_dist_checkpointing", False), is_path=True)
+    #: load the weights; False initialises them at random, from ``seed``.
+    load_weight: bool = key(True, names={"0.6.1": "../load_weight"})
+    #: give every expert the same number of tokens, whatever the router chooses; for throughput measurements only.
     fix_router: bool = False
-    seed: int = 42
-    dtype: str = "bfloat16"
-    override_ddp_config: dict[str, Any] = field(default_factory=dict)
-    override_transformer_config: dict[str, Any] = field(default_factory=dict)
+    seed: int = 42  #: seed of weights that are initialised at random.
+    #: dtype of weights and activations; the optimizer's master weights are float32.
+    dtype: str = key("bfloat16", TRAINED_DTYPES)
+    #: how gradients are buffered and reduced; its keys are below.
+    override_ddp_config: dict[str, Any] = key(dict, members=overrides.DDP_OVERRIDES, not_of_reference=_NOT_TRAINED)
+    #: layout, recomputation, MoE and MTP; its keys are below.
+    override_transformer_config: dict[str, Any] = key(dict, members=overrides.TRANSFORMER_OVERRIDES)
 
     @property
     def expert_parallel(self) -> int:
@@ -91,6 +75,11 @@ class McoreEngineConfig(Section):
         if self.swap_optimizer:
             return "mindspeed.core.optimizer.swap_optimizer:get_swap_optimizer"
         return "megatron.core.optimizer:get_megatron_optimizer"
+
+    @property
+    def has_deep_ep(self) -> bool:
+        """Whether the experts' dispatcher is DeepEP; it stays only with trainer.device=cuda."""
+        return self.override_transformer_config.get("moe_token_dispatcher_type") == "flex"
 
     @property
     def op_choices(self) -> dict[str, bool | str]:
@@ -149,56 +138,47 @@ class McoreEngineConfig(Section):
             fields |= {key: value for key, value in given.items() if value is not None}
         return fields | {"moe_router_force_load_balancing": self.fix_router}
 
-    def device_problems(self, where: str, device: str) -> list[str]:
+    def device_problems(self, where: str, device: str) -> Iterator[str]:
         """Settings that no op table of ``device`` has; ``auto`` passes, since only the workers resolve it."""
-        if device not in ("cpu", "npu") or "fp8" not in self.op_choices:
-            return []
-        return [
-            f"{where}.override_transformer_config.fp8 is 'e4m3', but trainer.device is {device}: only NVIDIA GPUs from "
-            "H100 on train with FP8 products; leave it out"
-        ]
+        if device in ("cpu", "npu") and "fp8" in self.op_choices:
+            yield (
+                f"{where}.override_transformer_config.fp8 is 'e4m3', but trainer.device is {device}: only NVIDIA GPUs "
+                "from H100 on train with FP8 products; leave it out"
+            )
 
-    def contradictions(self, where: str) -> list[str]:
-        found = []
+    def contradictions(self, where: str) -> Iterator[str]:
         if self.tensor_model_parallel_size > 1 and not self.sequence_parallel:
-            found.append(f"{where}.sequence_parallel is False; tensor parallelism here needs it True")
+            yield f"{where}.sequence_parallel is False; tensor parallelism here needs it True"
         if self.moe_tp_extend_ep and (self.expert_tensor_parallel_size or 1) > 1:
-            found.append(
+            yield (
                 f"{where}: moe_tp_extend_ep hands the tensor-parallel ranks to the experts as they are; it and "
                 f"expert_tensor_parallel_size {self.expert_tensor_parallel_size} exclude each other"
             )
         choices = self.op_choices
         if ("fp8" in choices) != ("fp8_recipe" in choices):
-            found.append(
+            yield (
                 f"{where}.override_transformer_config: fp8 is {choices.get('fp8')} and fp8_recipe "
                 f"{choices.get('fp8_recipe')}; give both (e4m3, blockwise) or none"
             )
         if "fp8" in choices and self.override_transformer_config.get("cp_send_latents"):
-            found.append(
+            yield (
                 f"{where}.override_transformer_config: fp8 and cp_send_latents exclude each other: attention then "
                 "multiplies by linear_kv_up_proj itself, in its own dtype"
             )
-        group = self.override_transformer_config.get("microbatch_group_size_per_vp_stage")
-        if isinstance(group, int) and group < self.pipeline_model_parallel_size:
-            found.append(
-                f"{where}: microbatch_group_size_per_vp_stage is {group}; it must be at least "
-                f"the {self.pipeline_model_parallel_size} pipeline stages"
+        if self.has_deep_ep and self.dtype != "bfloat16":
+            yield f"{where}.dtype is {self.dtype}; moe_token_dispatcher_type=flex (DeepEP) needs bfloat16"
+        if self.has_deep_ep and (self.expert_tensor_parallel_size or 1) > 1:
+            yield (
+                f"{where}.expert_tensor_parallel_size is {self.expert_tensor_parallel_size}; "
+                "moe_token_dispatcher_type=flex (DeepEP) needs 1"
             )
         if self.swap_optimizer and self.optimizer_offload:
-            found.append(f"{where}: swap_optimizer and optimizer_offload exclude each other; choose one")
-        for section, known in (
-            ("override_transformer_config", overrides.TRANSFORMER_OVERRIDES),
-            ("override_ddp_config", overrides.DDP_OVERRIDES),
-        ):
-            found += overrides.override_problems(f"{where}.{section}", getattr(self, section), known)
+            yield f"{where}: swap_optimizer and optimizer_offload exclude each other; choose one"
         try:
             counts = self.layer_counts()
-            for key, stage in zip(END_STAGES, (0, -1), strict=True):
-                given = self.override_transformer_config.get(key)
+            for name, stage in zip(END_STAGES, (0, -1), strict=True):
+                given = self.override_transformer_config.get(name)
                 if counts and given not in (None, counts[stage]):
-                    found.append(
-                        f"{where}.override_transformer_config.{key} is {given}; the layer list says {counts[stage]}"
-                    )
+                    yield f"{where}.override_transformer_config.{name} is {given}; the layer list says {counts[stage]}"
         except (TypeError, ValueError, IndexError, KeyError):
-            found.append(f"{where}: layers per stage {self.num_layer_list!r} are not a list of whole numbers")
-        return found
+            yield f"{where}: layers per stage {self.num_layer_list!r} are not a list of whole numbers"

@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import ClassVar
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-from verl.workers.config.values import Section, Values, one_of
+from verl.workers.config.keys import Idle, Section, Values, key, names_of, one_of
 
 TOOLS = ("torch", "npu")
-_CONTENTS = ("npu", "cpu", "memory", "shapes", "module", "stack")
+NO_PROFILER = Idle("no profiler is enabled", lambda run, own: not run.is_profiled)
 
 
 @dataclass(frozen=True)
 class NPUToolConfig(Section):
-    """What ``torch_npu.profiler`` records.
+    """What ``torch_npu.profiler`` records."""
 
-    Attributes:
-        level: detail of the device's data: ``level_none``, ``level0``, ``level1`` or ``level2``.
-        contents: of ``npu`` and ``cpu`` activities, ``memory``, ``shapes``, ``module`` and ``stack``; empty means both
-            activities.
-        analysis: make the trace when a recording stops; False leaves that to ``torch_npu.profiler.profiler.analyse``.
-    """
-
-    VALUES: ClassVar = {
-        "level": one_of("level_none", "level0", "level1", "level2"),
-        "contents": Values(f"expected names of {', '.join(_CONTENTS)}", lambda value: set(value) <= set(_CONTENTS)),
-    }
-
-    level: str = "level1"
-    contents: list[str] = field(default_factory=list)
+    #: detail of the device's data: ``level_none``, ``level0``, ``level1`` or ``level2``.
+    level: str = key("level1", one_of("level_none", "level0", "level1", "level2"))
+    #: of ``npu`` and ``cpu`` activities, ``memory``, ``shapes``, ``module`` and ``stack``; empty means both activities.
+    contents: list[str] = key(list, names_of("npu", "cpu", "memory", "shapes", "module", "stack"))
+    #: make the trace when a recording stops; False leaves that to ``torch_npu.profiler.profiler.analyse``.
     analysis: bool = True
 
 
@@ -36,29 +27,20 @@ class NPUToolConfig(Section):
 class ToolConfig(Section):
     """Settings of each tool."""
 
-    npu: NPUToolConfig = field(default_factory=NPUToolConfig)
+    npu: NPUToolConfig = key(NPUToolConfig)
 
 
 @dataclass(frozen=True)
 class ProfilerConfig(Section):
-    """Which ranks of a role record the steps of ``global_profiler.steps`` (upstream: ``ProfilerConfig``).
+    """Which ranks of a role record the steps of ``global_profiler.steps`` (upstream: ``ProfilerConfig``)."""
 
-    Attributes:
-        enable: record this role's processes.
-        all_ranks: record all of them.
-        ranks: record these ranks; empty means rank 0.
-        tool: ``torch`` or ``npu``; absent means ``global_profiler.tool``.
-        save_path: folder of the traces; absent means ``global_profiler.save_path``.
-    """
-
-    VALUES: ClassVar = {"ranks": Values("ranks are 0 or above", lambda value: all(rank >= 0 for rank in value))}
-
-    enable: bool = False
-    all_ranks: bool = False
-    ranks: list[int] = field(default_factory=list)
-    tool: str | None = None
-    save_path: str | None = None
-    tool_config: ToolConfig = field(default_factory=ToolConfig)
+    enable: bool = False  #: record this role's processes.
+    all_ranks: bool = False  #: record all of them.
+    #: record these ranks; empty means rank 0.
+    ranks: list[int] = key(list, Values("ranks are 0 or above", lambda value: all(rank >= 0 for rank in value)))
+    tool: str | None = None  #: ``torch`` or ``npu``; absent means ``global_profiler.tool``.
+    save_path: str | None = None  #: folder of the traces; absent means ``global_profiler.save_path``.
+    tool_config: ToolConfig = key(ToolConfig)
 
     def takes(self, rank: int) -> bool:
         """Whether this rank of the role is recorded."""
@@ -67,19 +49,12 @@ class ProfilerConfig(Section):
 
 @dataclass(frozen=True)
 class GlobalProfilerConfig(Section):
-    """The steps that are recorded, and with what; a role's ``profiler.enable`` says who is.
+    """The steps that are recorded, and with what; a role's ``profiler.enable`` says who is."""
 
-    Attributes:
-        tool: ``torch`` (``torch.profiler``, any device) or ``npu`` (``torch_npu.profiler``).
-        steps: the training steps; counted from 1.
-        profile_continuous_steps: one trace for steps that follow one another, in place of one each.
-        save_path: folder of the traces; absent means ``profile`` in ``trainer.report_dir``.
-    """
-
-    tool: str | None = None
-    steps: list[int] | None = None
-    profile_continuous_steps: bool = False
-    save_path: str | None = None
+    tool: str | None = None  #: ``torch`` (``torch.profiler``, any device) or ``npu`` (``torch_npu.profiler``).
+    steps: list[int] | None = None  #: the training steps; counted from 1.
+    profile_continuous_steps: bool = False  #: one trace for steps that follow one another, in place of one each.
+    save_path: str | None = None  #: folder of the traces; absent means ``profile`` in ``trainer.report_dir``.
 
     def starts_at(self, step: int) -> bool:
         """Whether a recording starts before ``step``."""
@@ -92,20 +67,18 @@ class GlobalProfilerConfig(Section):
         return step in steps and not (self.profile_continuous_steps and step + 1 in steps)
 
 
-def profiling_problems(config: GlobalProfilerConfig, roles: dict[str, ProfilerConfig], device: str) -> list[str]:
+def profiling_problems(config: GlobalProfilerConfig, roles: dict[str, ProfilerConfig], device: str) -> Iterator[str]:
     """What keeps an enabled profiler from recording, one sentence each; ``roles`` by their key."""
-    found = []
-    for key, role in roles.items():
+    for name, role in roles.items():
         if not role.enable:
             continue
         tool = role.tool or config.tool
         if tool not in TOOLS:
-            found.append(
-                f"{key}.enable is True and the tool is {tool!r} (global_profiler.tool); expected {' or '.join(TOOLS)}: "
-                "nsys and torch_memory are not supported"
+            yield (
+                f"{name}.enable is True and the tool is {tool!r} (global_profiler.tool); expected "
+                f"{' or '.join(TOOLS)}: nsys and torch_memory are not supported"
             )
         elif tool == "npu" and device not in ("npu", "auto"):
-            found.append(f"global_profiler.tool is npu and trainer.device {device}; torch profiles a {device}")
+            yield f"global_profiler.tool is npu and trainer.device {device}; torch profiles a {device}"
         if not config.steps:
-            found.append(f"{key}.enable is True and global_profiler.steps names no step; give it, as in [3]")
-    return list(dict.fromkeys(found))
+            yield f"{name}.enable is True and global_profiler.steps names no step; give it, as in [3]"

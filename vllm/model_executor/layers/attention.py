@@ -37,14 +37,18 @@ class QKVParallelLinear(ColumnParallelLinear):
             first = self.tp.rank_in_group // self.num_copies * self.head_dim
             for name in names[1:]:
                 shape = (self.out_sizes[1] // self.num_copies, self.in_size)
-                result[name] = replace(result[name], hf_shape=shape, source=(slice(first, first + self.head_dim),))
+                result[name] = replace(
+                    result[name], hf_shape=shape, ranges=((first, first + self.head_dim), (0, self.in_size))
+                )
         return result if self.bias is None else result | self._bias_views(result, self.bias)
 
     def _bias_views(self, weights: dict[str, WeightView], bias: nn.Parameter) -> dict[str, WeightView]:
         views, row = {}, 0
         for (name, view), size in zip(weights.items(), self.out_sizes, strict=True):
             rows = slice(row, row + size // self.tp.world_size)
-            views[f"{name.removesuffix('weight')}bias"] = WeightView(view.hf_shape[:1], bias, (rows,), view.source[:1])
+            views[f"{name.removesuffix('weight')}bias"] = WeightView(
+                view.hf_shape[:1], view.ranges[:1], bias.dtype, bias, (rows,)
+            )
             row = rows.stop
         return views
 

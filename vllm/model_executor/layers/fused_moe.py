@@ -34,7 +34,7 @@ from vllm.model_executor.layers.linear import (
     local_slice,
 )
 from vllm.model_executor.layers.token_share import TokenShare
-from vllm.model_executor.model_loader.weight_view import WeightView, view_of
+from vllm.model_executor.model_loader.weight_view import WeightView, empty_view, view_of, whole_view
 from vllm.ops.contract import KVCache, RolloutOps, RunBeside, run_when_asked
 from vllm.transformers_utils.config import HFConfig
 
@@ -192,15 +192,10 @@ class FusedMoE(nn.Module):
         return run(partial(self.shared_experts, x_TH, reduce=False))
 
     def weight_views(self, prefix: str) -> dict[str, WeightView]:
-        hf, everything = self.hf, (slice(None),)
-        result = {
-            f"{prefix}.gate.weight": WeightView(tuple(self.gate.shape), self.gate, everything, everything),
-        }
+        result = {f"{prefix}.gate.weight": whole_view(self.gate)}
         if self.e_score_correction_bias is not None:
-            result[f"{prefix}.gate.e_score_correction_bias"] = WeightView(
-                (hf.n_routed_experts,), self.e_score_correction_bias, everything, everything
-            )
-        for expert in range(hf.n_routed_experts):
+            result[f"{prefix}.gate.e_score_correction_bias"] = whole_view(self.e_score_correction_bias)
+        for expert in range(self.hf.n_routed_experts):
             result |= self._expert_views(f"{prefix}.experts.{expert}", expert - self.first_expert)
         if self.shared_experts is not None:
             result |= self.shared_experts.weight_views(f"{prefix}.shared_experts")
@@ -212,7 +207,7 @@ class FusedMoE(nn.Module):
         names = [f"{prefix}.{kind}_proj.weight" for kind in ("gate", "up", "down")]
         if not 0 <= local < self.num_local_experts:
             shapes = (up_shape, up_shape, down_shape)
-            return {name: WeightView(shape) for name, shape in zip(names, shapes, strict=True)}
+            return {name: empty_view(shape, self.w13.dtype) for name, shape in zip(names, shapes, strict=True)}
         share = local_slice(full_width, self.width_group)
         width = share.stop - share.start
         gate, up = slice(0, width), slice(width, 2 * width)

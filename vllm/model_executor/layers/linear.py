@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm.distributed.parallel_state import GroupCoordinator
-from vllm.model_executor.model_loader.weight_view import WeightView, view_of
+from vllm.model_executor.model_loader.weight_view import WeightView, view_of, whole_view
 from vllm.ops.contract import RolloutOps
 
 ALONE = GroupCoordinator(0, 1, None)
@@ -118,4 +118,4 @@ class Norm(nn.Module):
         self.weight = empty_parameter(size)
 
     def weight_views(self, name: str) -> dict[str, WeightView]:
-        return {name: WeightView(tuple(self.weight.shape), self.weight, (slice(None),), (slice(None),))}
+        return {name: whole_view(self.weight)}

@@ -20,7 +20,7 @@ from vllm.model_executor.layers.linear import (
     empty_parameter,
     local_slice,
 )
-from vllm.model_executor.model_loader.weight_view import WeightView
+from vllm.model_executor.model_loader.weight_view import WeightView, view_of
 from vllm.ops.contract import KVCache, RolloutOps, RunBeside, run_at_once
 from vllm.ops.weights import WeightCopies, dense
 from vllm.transformers_utils.config import HFConfig
@@ -131,8 +131,7 @@ class MultiHeadLatentAttention(nn.Module):
             result = self.qkv_a_proj.weight_views(f"{prefix}.q_a_proj.weight", kv_a)
             result |= self.q_a_layernorm.weight_views(f"{prefix}.q_a_layernorm.weight")
             result |= self.q_proj.weight_views(f"{prefix}.q_b_proj.weight")
-        result[f"{prefix}.kv_b_proj.weight"] = WeightView(
-            (rows, self.hf.kv_lora_rank), self.kv_b, (slice(None),), (local_slice(rows, self.tp),)
-        )
+        kv_b_shape, kv_b_rows = (rows, self.hf.kv_lora_rank), local_slice(rows, self.tp)
+        result[f"{prefix}.kv_b_proj.weight"] = view_of(self.kv_b, kv_b_shape, (kv_b_rows,), 0, slice(None))
         result |= self.kv_a_layernorm.weight_views(f"{prefix}.kv_a_layernorm.weight")
         return result | self.o_proj.weight_views(f"{prefix}.o_proj.weight")

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from vllm.distributed.parallel_state import ParallelState
 from vllm.model_executor.model_loader.digest import WeightDigest
-from vllm.model_executor.model_loader.weight_view import Shard, WeightView
+from vllm.model_executor.model_loader.weight_view import WeightView
 
 
 @torch.no_grad()
 def collect_digests(
-    views: dict[str, WeightView], parallel: ParallelState, dtype: torch.dtype, device: torch.device
+    views: dict[str, WeightView], parallel: ParallelState, device: torch.device
 ) -> dict[str, WeightDigest]:
     """Hugging Face name -> digest of every tensor of the model. Collective over TP and EP.
 
     A rank counts its own copy of a shard that several ranks own, so a wrong copy shows on the rank that has it.
-    dtype: the dtype of weights that only other ranks own.
     """
-    shards = dict(item for name, view in views.items() for item in view.counted_shards(name, dtype))
+    shards = dict(item for name, view in views.items() for item in view.counted_shards(name))
     mine_N3 = _rows_of(shards, device)
-    is_elsewhere_N = torch.tensor([float(shard.values is None) for shard in shards.values()], device=device)
+    is_elsewhere_N = torch.tensor([float(shard.parameter is None) for shard in shards.values()], device=device)
     values_N, counts_N = _sum_over_tp(parallel.tp.all_gather(mine_N3), parallel.tp.rank_in_group)
     parallel.ep.all_reduce(is_elsewhere_N)
     # Whole experts, each on one rank of EP; a rank's zero adds nothing.
@@ -47,7 +47,7 @@ def shard_digests(views: dict[str, WeightView]) -> dict[str, WeightDigest]:
     return named_digests(shards, torch.stack([shard.digest(name) for name, shard in shards.items()]))
 
 
-def named_digests(shards: Mapping[str, Shard], digests_N: Tensor) -> dict[str, WeightDigest]:
+def named_digests(shards: Mapping[str, WeightView], digests_N: Tensor) -> dict[str, WeightDigest]:
     """Hugging Face name -> shape, dtype and digest of the shard."""
     return {
         name: WeightDigest(shard.shape, shard.dtype, value % 2**64)
@@ -55,20 +55,16 @@ def named_digests(shards: Mapping[str, Shard], digests_N: Tensor) -> dict[str, W
     }
 
 
-def _rows_of(shards: Mapping[str, Shard], device: torch.device) -> Tensor:
+def _rows_of(shards: Mapping[str, WeightView], device: torch.device) -> Tensor:
     """int64 [N, 3]: digest, index of the first element in the flattened tensor (-1 for none), number of elements."""
-    digests, places = [], []
-    for name, shard in shards.items():
+    digests_N = torch.zeros(len(shards), dtype=torch.int64, device=device)
+    places = [(-1, 0)] * len(shards)
+    for index, (name, shard) in enumerate(shards.items()):
         count = torch.Size(shard.shape).numel()
-        if count == 0:
-            digests.append(torch.zeros((), dtype=torch.int64, device=device))
-            places.append((-1, 0))
-        else:
-            strides = (torch.Size(shard.hf_shape[dim + 1 :]).numel() for dim in range(len(shard.hf_shape)))
-            first = sum(start * stride for start, stride in zip(shard.starts, strides, strict=True))
-            digests.append(shard.digest(name))
-            places.append((first, count))
-    return torch.cat((torch.stack(digests)[:, None], torch.tensor(places, device=device)), dim=1)
+        if count:
+            digests_N[index] = shard.digest(name)
+            places[index] = int(np.ravel_multi_index(shard.starts, shard.hf_shape)), count
+    return torch.cat((digests_N[:, None], torch.tensor(places, device=device)), dim=1)
 
 
 def _sum_over_tp(gathered_GN3: Tensor, rank: int) -> tuple[Tensor, Tensor]:

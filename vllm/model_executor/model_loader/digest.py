@@ -89,23 +89,33 @@ def copy_with_digests(
     *,
     of_values: Tensor | None = None,
     of_target: Tensor | None = None,
+    of_values_dtype: torch.dtype | None = None,
 ) -> None:
     """target.copy_(values), whose first element is `starts` of the whole, and `add_digest` to one total or both.
 
     On CPUs a piece at a time, which is in the cache when it is read again, and also where the orders of memory differ.
 
     Args:
-        of_values: gets the digest of the values as they are read.
+        of_values: gets the digest of the values as they are read, in `of_values_dtype`, by default the target's.
         of_target: gets that of the target, read from its memory once the values are there.
     """
+    if of_values is None and of_target is None:
+        target.copy_(values)
+        return
+    dtype = target.dtype if of_values is None else of_values_dtype or target.dtype
     to_PQ, from_PQ = _as_rows(hf_name, target), _as_rows(hf_name, values)
-    native = _native() if target.is_cpu and values.is_cpu and target.dtype == values.dtype else None
+    native = _native() if target.is_cpu and values.is_cpu and target.dtype == values.dtype == dtype else None
     is_turned = to_PQ.stride(1) != 1
     if native is None or from_PQ.stride(1) != 1 or (is_turned and to_PQ.stride(0) != 1):
-        target.copy_(values)
-        for total, part in ((of_values, values), (of_target, target)):
-            if total is not None:
-                add_digest(total, hf_name, part, starts)
+        dim = 1 if inner_dim(hf_name) == 0 else 0
+        first, num_rows = list(starts), max(1, _piece_bytes(values.device) * values.shape[dim] // values.nbytes)
+        for source, copied in zip(values.split(num_rows, dim), target.split(num_rows, dim), strict=True):
+            copied.copy_(source)
+            if of_values is not None:
+                add_digest(of_values, hf_name, source.to(dtype), tuple(first))
+            if of_target is not None:
+                add_digest(of_target, hf_name, copied, tuple(first))
+            first[dim] += source.shape[dim]
         return
     size = target.element_size()
     native.cpu_copy_digest(
@@ -165,7 +175,7 @@ def _torch_digest(part_PQ: Tensor, r_P: Tensor, c_QB: Tensor) -> Tensor:
     width = max(1, _MAX_INNER_BYTES // part_PQ.element_size())
     for column in range(0, num_columns, width):
         c_WB = c_QB[column : column + width]
-        step = max(1, piece_bytes(part_PQ.device) // c_WB.numel())
+        step = max(1, _piece_bytes(part_PQ.device) // c_WB.numel())
         for row in range(0, num_rows, step):
             tile = part_PQ[row : row + step, column : column + width]
             total += (_inner_sums(tile, c_WB) * r_P[row : row + step]).sum()
@@ -207,7 +217,7 @@ def _table_size(count: int) -> int:
     return 1 << max(12, (count - 1).bit_length())
 
 
-def piece_bytes(device: torch.device) -> int:
+def _piece_bytes(device: torch.device) -> int:
     """How many bytes of a weight are read at a time there."""
     return _HOST_PIECE_BYTES if device.type == "cpu" else _DEVICE_PIECE_BYTES
 

@@ -4,83 +4,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
-from hf_formats.fp8 import (
-    BLOCK,
-    FP8_DTYPE,
-    SCALE_SUFFIX,
-    Fp8Weight,
-    is_quantized,
-    num_blocks,
-    quantize,
-    touched,
-)
-from vllm.model_executor.model_loader.weight_view import Shard, Weight, WeightView, empty_shard
+from hf_formats.fp8 import BLOCK, FP8_DTYPE, SCALE_SUFFIX, Fp8Weight, is_quantized, touched
+from vllm.model_executor.model_loader.weight_view import Weight, WeightView
 from vllm.ops.contract import RolloutOps
 from vllm.ops.weights import BlockScales, PackedWeight, WeightCopies, block_scales_of
 
 MAX_UNPAIRED_BYTES = 4 << 30
 
 
-@dataclass(frozen=True)
-class Fp8WeightView(WeightView):
-    """parameter[local] holds e4m3 values and `scales` [SR, SC] the scales of the blocks of the Hugging Face tensor that
-    the shard touches, so that every layout holds the same values.
-    """
-
-    scales: Tensor | None = None
-
-    def store(self, name: str, weight: Weight) -> None:
-        """Copy an FP8 weight as it is, or quantise another one: only the blocks that the shard touches."""
-        assert self.parameter is not None and self.scales is not None, name
-        (r0, r1), (c0, c1) = self.ranges()
-        (br0, br1), (bc0, bc1) = touched(r0, r1), touched(c0, c1)
-        if isinstance(weight, Fp8Weight):
-            values, scales, _ = weight.cut(name, (r0, r1), (c0, c1))
-        else:
-            try:
-                blocks = quantize(weight[br0 * BLOCK : br1 * BLOCK, bc0 * BLOCK : bc1 * BLOCK])
-            except ValueError as error:
-                raise ValueError(f"weight {name}: {error}") from error
-            first_row, first_column = r0 - br0 * BLOCK, c0 - bc0 * BLOCK
-            values = blocks.weight_OI[first_row : first_row + r1 - r0, first_column : first_column + c1 - c0]
-            scales = blocks.scale_inv
-        self.parameter.data[self.local].copy_(values)
-        self.scales.copy_(scales)
-
-    def shards(self, name: str) -> Iterator[tuple[str, Shard]]:
-        """The values and, under the checkpoint's name for them, the scales of all blocks that the values touch."""
-        yield from super().shards(name)
-        if self.scales is not None:
-            blocks = tuple(touched(start, stop) for start, stop in self.ranges())
-            shape = tuple(map(num_blocks, self.hf_shape))
-            yield name + SCALE_SUFFIX, Shard(shape, blocks, torch.float32, self.scales)
-
-    def counted_shards(self, name: str, dtype: torch.dtype) -> Iterator[tuple[str, Shard]]:
-        """A scale counts on the rank that owns the first element of its block."""
-        shape = tuple(map(num_blocks, self.hf_shape))
-        if self.scales is None:
-            yield name, empty_shard(self.hf_shape, FP8_DTYPE)
-            yield name + SCALE_SUFFIX, empty_shard(shape, torch.float32)
-            return
-        yield from WeightView.shards(self, name)
-        (r0, r1), (c0, c1) = self.ranges()
-        rows, columns = (num_blocks(r0), num_blocks(r1)), (num_blocks(c0), num_blocks(c1))
-        first_row, first_column = r0 // BLOCK, c0 // BLOCK
-        own = self.scales[
-            rows[0] - first_row : rows[1] - first_row, columns[0] - first_column : columns[1] - first_column
-        ]
-        yield name + SCALE_SUFFIX, Shard(shape, (rows, columns), torch.float32, own)
-
-
 def hold_in_fp8(views: dict[str, WeightView]) -> dict[str, WeightView]:
     """Give the parameters of all quantised weights FP8 storage with scales; return the views of all weights."""
-    result = {name: view if not is_quantized(name) else Fp8WeightView(view.hf_shape) for name, view in views.items()}
+    result = {name: replace(view, dtype=FP8_DTYPE) if is_quantized(name) else view for name, view in views.items()}
     names_of_parameter: dict[int, list[str]] = {}
     for name, view in views.items():
         if view.parameter is not None:
@@ -134,11 +74,11 @@ class Fp8Pairs:
 def _convert(views: dict[str, WeightView]) -> dict[str, WeightView]:
     """Convert the views of one parameter [..., R, C]: whole columns and consecutive rows, the same in each expert."""
     parameter = next(iter(views.values())).parameter
-    assert parameter is not None
+    assert isinstance(parameter, nn.Parameter), parameter
     num_rows, num_columns = parameter.shape[-2:]
     # (start, stop) of the rows of each weight in the parameter and in the HF tensor; the same in every expert.
-    segments = sorted({(*_rows(view), *view.ranges()[0]) for view in views.values()})
-    columns = {view.ranges()[1] for view in views.values()}
+    segments = sorted({(*_rows(view), *view.ranges[0]) for view in views.values()})
+    columns = {view.ranges[1] for view in views.values()}
     assert len(columns) == 1 and sum(stop - start for start, stop, *_ in segments) == num_rows, (segments, columns)
     (c0, c1) = columns.pop()
     assert c1 - c0 == num_columns, (c0, c1, num_columns)
@@ -165,10 +105,10 @@ def _convert(views: dict[str, WeightView]) -> dict[str, WeightView]:
     converted: dict[str, WeightView] = {}
     for name, view in views.items():
         start, _ = _rows(view)
-        r0, r1 = view.ranges()[0]
+        r0, r1 = view.ranges[0]
         own = scale_inv[view.local[0]] if parameter.dim() == 3 else scale_inv
         own = own[first_block[start] : first_block[start] + len(range(*touched(r0, r1)))]
-        converted[name] = Fp8WeightView(view.hf_shape, parameter, view.local, view.source, own)
+        converted[name] = replace(view, dtype=FP8_DTYPE, scales=own)
     return converted
 
 
@@ -183,7 +123,7 @@ def weight_storage(model: nn.Module) -> list[Tensor]:
 
 def _rows(view: WeightView) -> tuple[int, int]:
     """[start, stop) of a view's rows within its parameter."""
-    assert view.parameter is not None
+    assert isinstance(view.parameter, Tensor), view.parameter
     index = view.local[view.parameter.dim() - 2] if len(view.local) > view.parameter.dim() - 2 else slice(None)
     assert isinstance(index, slice), view.local
     start, stop, _ = index.indices(view.parameter.shape[-2])

@@ -14,13 +14,14 @@ import torch
 
 from hf_formats.fp8 import FP8_DTYPE, SCALE_SUFFIX, is_quantized, num_blocks, touched
 from hf_formats.layer_tensors import LayerTensor, Split, layer_tensors, mlp_tensors
+from hf_formats.ranges import Ranges
 from vllm.config import ParallelConfig, VllmConfig
-from vllm.model_executor.model_loader.weight_view import Ranges, Shard
+from vllm.model_executor.model_loader.weight_view import WeightView
 from vllm.transformers_utils.config import HFConfig
 
 Shape: TypeAlias = tuple[int, ...]
-RankShards: TypeAlias = Mapping[str, Shard]
-"""Hugging Face name -> what a rank owns of it."""
+RankShards: TypeAlias = Mapping[str, WeightView]
+"""Hugging Face name -> what a rank owns of it, without its memory."""
 
 
 def engine_shards(config: VllmConfig, rank: int) -> RankShards:
@@ -32,7 +33,7 @@ def engine_shards(config: VllmConfig, rank: int) -> RankShards:
 
 def rank_shards(
     hf: HFConfig, parallel: ParallelConfig, dtype: torch.dtype, quantization: str | None = None
-) -> dict[str, Shard]:
+) -> dict[str, WeightView]:
     """Hugging Face name -> what rank `parallel.rank` owns of it.
 
     With quantization "fp8" a quantised weight is followed by the scales of the blocks that its shard touches.
@@ -44,24 +45,24 @@ def rank_shards(
 
 def _with_scales(
     name: str, shape: Shape, ranges: Ranges, dtype: torch.dtype, is_fp8: bool
-) -> Iterator[tuple[str, Shard]]:
+) -> Iterator[tuple[str, WeightView]]:
     if is_fp8 and is_quantized(name):
-        yield name, Shard(shape, ranges, FP8_DTYPE)
+        yield name, WeightView(shape, ranges, FP8_DTYPE)
         blocks = tuple(touched(start, stop) for start, stop in ranges)
-        yield name + SCALE_SUFFIX, Shard(tuple(map(num_blocks, shape)), blocks, torch.float32)
+        yield name + SCALE_SUFFIX, WeightView(tuple(map(num_blocks, shape)), blocks, torch.float32)
     else:
-        yield name, Shard(shape, ranges, torch.float32 if ".mlp.gate." in name else dtype)
+        yield name, WeightView(shape, ranges, torch.float32 if ".mlp.gate." in name else dtype)
 
 
 @lru_cache(maxsize=64)
 def _dense_shards(
     hf: HFConfig, tp_rank: int, tp: int, dtype: torch.dtype, is_fp8: bool, shares_tokens: bool
-) -> dict[str, Shard]:
+) -> dict[str, WeightView]:
     """The shards of everything but routed experts, which are the same on every replica.
 
     shares_tokens: see ``ParallelConfig``; shared experts are then whole.
     """
-    shards: dict[str, Shard] = {}
+    shards: dict[str, WeightView] = {}
     for name, shape, split in _dense_tensors(hf):
         if split == "kv_heads":
             ranges = _kv_heads(hf, shape, tp_rank, tp)
@@ -74,14 +75,14 @@ def _dense_shards(
 
 def _expert_shards(
     hf: HFConfig, parallel: ParallelConfig, dtype: torch.dtype, is_fp8: bool
-) -> Iterator[tuple[str, Shard]]:
+) -> Iterator[tuple[str, WeightView]]:
     """Whole experts with expert parallelism, otherwise the same part of the width of each expert."""
     if not hf.num_moe_layers:
         return
     ep, tp = parallel.expert_parallel_size, parallel.tensor_parallel_size
     ways = 1 if parallel.enable_expert_parallel else tp
     prefix = "model.layers.0.mlp.experts.0"
-    parts: list[tuple[str, Shard]] = []
+    parts: list[tuple[str, WeightView]] = []
     for name, shape, split in mlp_tensors(prefix, hf.hidden_size, hf.moe_intermediate_size):
         parts += _with_scales(name, shape, _ranges(shape, split, parallel.rank % ways, ways), dtype, is_fp8)
     first, stop = _part(hf.n_routed_experts, parallel.rank % ep, ep)

@@ -8,27 +8,47 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from hf_formats.fp8 import Fp8Weight, Sliceable, check_scale_shape, dequantize
-from hf_formats.ranges import Ranges, shape_of
+from hf_formats.fp8 import (
+    BLOCK,
+    FP8_DTYPE,
+    SCALE_SUFFIX,
+    Fp8Weight,
+    Sliceable,
+    check_scale_shape,
+    dequantize,
+    num_blocks,
+    quantize,
+    touched,
+)
+from hf_formats.ranges import Ranges, index_of, relative, shape_of
 from hf_formats.stored_extras import is_derived_buffer
 from vllm.model_executor.model_loader.digest import slice_digest
 from vllm.ops.weights import PackedMatrix, PackedWeight
 from vllm.ops.weights import Weight as HeldWeight
 
+_LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.")
 
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """hf_tensor[ranges] of a tensor of `hf_shape`, stored in `dtype`.
+Weight: TypeAlias = Sliceable | Fp8Weight
+"""A full tensor that arrives or lies in a file: in a floating dtype, or in FP8 with its scales."""
 
-    values: its memory on this rank; None where only the plan is needed, and for a tensor that other ranks own.
+
+@dataclass(frozen=True)
+class WeightView:
+    """hf_tensor[ranges] of a tensor of `hf_shape`, stored in `dtype` as ``parameter[local]``, or as a packed matrix.
+
+    parameter: None where only the plan is needed, and for a tensor that other ranks own, whose ranges are empty.
+    scales: fp32 [SR, SC] of an e4m3 weight: those of the blocks of the Hugging Face tensor that the ranges touch, so
+        that every layout holds the same values.
     """
 
     hf_shape: tuple[int, ...]
     ranges: Ranges
     dtype: torch.dtype
-    values: Tensor | PackedMatrix | None = field(default=None, compare=False)
+    parameter: Tensor | PackedMatrix | None = field(default=None, compare=False)
+    local: tuple[int | slice, ...] = field(default=(slice(None),), compare=False)
+    scales: Tensor | None = field(default=None, compare=False)
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -39,27 +59,20 @@ class Shard:
     def shape(self) -> tuple[int, ...]:
         return shape_of(self.ranges)
 
+    @property
+    def memory(self) -> Tensor | PackedMatrix:
+        """Where the values lie, in the shape of the ranges."""
+        assert self.parameter is not None, "a view without memory"
+        return self.parameter if isinstance(self.parameter, PackedMatrix) else self.parameter.data[self.local]
+
+    def read(self) -> Tensor:
+        """The values: their memory, or a copy of a packed matrix."""
+        memory = self.memory
+        return memory.read() if isinstance(memory, PackedMatrix) else memory
+
     def digest(self, hf_name: str) -> Tensor:
         """An int64 scalar, see `slice_digest`."""
-        assert self.values is not None, hf_name
-        values = self.values.read() if isinstance(self.values, PackedMatrix) else self.values
-        return slice_digest(hf_name, values, self.starts)
-
-
-_LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.")
-
-Weight: TypeAlias = Sliceable | Fp8Weight
-"""A full tensor that arrives or lies in a file: in a floating dtype, or in FP8 with its scales."""
-
-
-@dataclass(frozen=True)
-class WeightView:
-    """parameter[local] = hf_tensor[source]; `parameter` is None when other ranks own the whole tensor."""
-
-    hf_shape: tuple[int, ...]
-    parameter: nn.Parameter | None = None
-    local: tuple[int | slice, ...] = ()
-    source: tuple[slice, ...] = ()
+        return slice_digest(hf_name, self.read(), self.starts)
 
     def load(self, name: str, weight: Weight) -> None:
         """Copy this rank's shard, converting dtype and device; ValueError when the full tensor has another shape."""
@@ -79,39 +92,89 @@ class WeightView:
             self.store(name, weight)
 
     def store(self, name: str, weight: Weight) -> None:
-        """`load` after its checks."""
-        assert self.parameter is not None, name
-        self.parameter.data[self.local].copy_(self.part(name, weight, self.parameter.dtype))
+        """`load` after its checks, quantised or dequantised where only one of both is in FP8."""
+        memory = self.memory
+        if self.scales is not None:
+            values, scales = _fp8_part(name, weight, self.ranges)
+            self.scales.copy_(scales)
+        elif isinstance(weight, Fp8Weight):
+            values = dequantize(weight.cut(name, *self.ranges), self.dtype)
+        else:
+            values = weight[index_of(self.ranges)]
+        if isinstance(memory, PackedMatrix):
+            memory.write(values.to(memory.device, memory.dtype))
+        else:
+            memory.copy_(values)
 
-    def part(self, name: str, weight: Weight, dtype: torch.dtype) -> Tensor:
-        """This rank's part of a full tensor; an FP8 weight is dequantised to `dtype`."""
-        if isinstance(weight, Fp8Weight):
-            return dequantize(weight.cut(name, *self.ranges()), dtype)
-        return weight[self.source]
-
-    def shards(self, name: str) -> Iterator[tuple[str, Shard]]:
-        """(Hugging Face name, shard) of everything that this rank owns of the weight."""
-        if self.parameter is not None:
-            part = self.parameter.data[self.local]
-            yield name, Shard(self.hf_shape, self.ranges(), part.dtype, part)
-
-    def counted_shards(self, name: str, dtype: torch.dtype) -> Iterator[tuple[str, Shard]]:
-        """`shards` without the elements that another rank counts; for a tensor of other ranks an empty shard in
-        `dtype`.
+    def shards(self, name: str) -> Iterator[tuple[str, WeightView]]:
+        """(Hugging Face name, view) of everything that this rank owns of the weight: an e4m3 weight is followed, under
+        the checkpoint's name for them, by the scales of all blocks that its values touch.
         """
-        yield from self.shards(name)
-        if self.parameter is None:
-            yield name, empty_shard(self.hf_shape, dtype)
+        if self.parameter is not None:
+            yield name, self
+        if self.scales is not None:
+            blocks = tuple(touched(start, stop) for start, stop in self.ranges)
+            yield name + SCALE_SUFFIX, WeightView(self._scale_shape, blocks, torch.float32, self.scales)
 
-    def ranges(self) -> Ranges:
-        """[start, stop) of this rank's shard in each dimension of the Hugging Face tensor."""
-        source = (*self.source, *[slice(None)] * (len(self.hf_shape) - len(self.source)))
-        return tuple(part.indices(size)[:2] for part, size in zip(source, self.hf_shape, strict=True))
+    def counted_shards(self, name: str) -> Iterator[tuple[str, WeightView]]:
+        """`shards` without the elements that another rank counts; for a tensor of other ranks an empty view.
+
+        A scale counts on the rank that owns the first element of its block.
+        """
+        yield name, self
+        if self.scales is not None:
+            own = tuple((num_blocks(start), num_blocks(stop)) for start, stop in self.ranges)
+            local = relative(own, tuple(touched(start, stop) for start, stop in self.ranges))
+            yield name + SCALE_SUFFIX, WeightView(self._scale_shape, own, torch.float32, self.scales, local)
+        elif self.dtype == FP8_DTYPE:
+            yield name + SCALE_SUFFIX, empty_view(self._scale_shape, torch.float32)
+
+    @property
+    def _scale_shape(self) -> tuple[int, ...]:
+        return tuple(map(num_blocks, self.hf_shape))
 
 
-def empty_shard(hf_shape: tuple[int, ...], dtype: torch.dtype) -> Shard:
-    """The shard of a tensor of which this rank owns no element."""
-    return Shard(hf_shape, ((0, 0),) * len(hf_shape), dtype)
+def _fp8_part(name: str, weight: Weight, ranges: Ranges) -> tuple[Tensor, Tensor]:
+    """e4m3 values and scales of a part; of a weight that is not in FP8 the blocks of this part are quantised."""
+    (r0, r1), (c0, c1) = ranges
+    if isinstance(weight, Fp8Weight):
+        values, scales, _ = weight.cut(name, (r0, r1), (c0, c1))
+        return values, scales
+    (br0, br1), (bc0, bc1) = touched(r0, r1), touched(c0, c1)
+    try:
+        blocks = quantize(weight[br0 * BLOCK : br1 * BLOCK, bc0 * BLOCK : bc1 * BLOCK])
+    except ValueError as error:
+        raise ValueError(f"weight {name}: {error}") from error
+    first_row, first_column = r0 - br0 * BLOCK, c0 - bc0 * BLOCK
+    part = blocks.weight_OI[first_row : first_row + r1 - r0, first_column : first_column + c1 - c0]
+    return part, blocks.scale_inv
+
+
+def whole_view(parameter: Tensor) -> WeightView:
+    """The view of a tensor that every rank owns."""
+    shape = tuple(parameter.shape)
+    return WeightView(shape, tuple((0, size) for size in shape), parameter.dtype, parameter)
+
+
+def empty_view(hf_shape: tuple[int, ...], dtype: torch.dtype) -> WeightView:
+    """The view of a tensor of which this rank owns no element."""
+    return WeightView(hf_shape, ((0, 0),) * len(hf_shape), dtype)
+
+
+def view_of(
+    weight: HeldWeight,
+    hf_shape: tuple[int, ...],
+    source: tuple[slice, ...],
+    part: int,
+    rows: slice,
+    expert: int | None = None,
+) -> WeightView:
+    """The view of hf_tensor[source] in a weight: its part number `part`, which is `rows` of it, of `expert` if any."""
+    slices = (*source, *[slice(None)] * (len(hf_shape) - len(source)))
+    ranges = tuple(part.indices(size)[:2] for part, size in zip(slices, hf_shape, strict=True))
+    if isinstance(weight, PackedWeight):
+        return WeightView(hf_shape, ranges, weight.dtype, weight.matrix(expert or 0, part))
+    return WeightView(hf_shape, ranges, weight.dtype, weight, (rows,) if expert is None else (expert, rows))
 
 
 def is_skipped(name: str, num_layers: int) -> bool:
@@ -137,33 +200,3 @@ def load_weights(views: dict[str, WeightView], num_layers: int, weights: Iterabl
         view.load(name, weight)
         loaded.add(name)
     return loaded
-
-
-@dataclass(frozen=True)
-class PackedWeightView(WeightView):
-    """`matrix` is hf_tensor[source]; `parameter` is the memory of the packed weight that it belongs to."""
-
-    matrix: PackedMatrix | None = None
-
-    def store(self, name: str, weight: Weight) -> None:
-        assert self.matrix is not None, name
-        values = self.part(name, weight, self.matrix.dtype)
-        self.matrix.write(values.to(self.matrix.device, self.matrix.dtype))
-
-    def shards(self, name: str) -> Iterator[tuple[str, Shard]]:
-        assert self.matrix is not None, name
-        yield name, Shard(self.hf_shape, self.ranges(), self.matrix.dtype, self.matrix)
-
-
-def view_of(
-    weight: HeldWeight,
-    hf_shape: tuple[int, ...],
-    source: tuple[slice, ...],
-    part: int,
-    rows: slice,
-    expert: int | None = None,
-) -> WeightView:
-    """The view of hf_tensor[source] in a weight: its part number `part`, which is `rows` of it, of `expert` if any."""
-    if isinstance(weight, PackedWeight):
-        return PackedWeightView(hf_shape, weight.memory, source=source, matrix=weight.matrix(expert or 0, part))
-    return WeightView(hf_shape, weight, (rows,) if expert is None else (expert, rows), source)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_formats.fp8 import Fp8Weight
+from hf_formats.ranges import index_of
 from hf_formats.stored_extras import EMBEDDING, HEAD
 from vllm.distributed.parallel_state import ParallelState
 from vllm.forward_context import ForwardContext
@@ -24,7 +25,7 @@ from vllm.model_executor.layers.rotary_embedding import RotaryTable
 from vllm.model_executor.model_loader.fused_experts import split_experts
 from vllm.model_executor.model_loader.weight_view import Weight, WeightView, load_weights
 from vllm.ops.contract import KVCache, RolloutOps
-from vllm.ops.weights import PackedMatrix, WeightCopies
+from vllm.ops.weights import WeightCopies
 from vllm.transformers_utils.config import HFConfig
 
 logger = logging.getLogger(__name__)
@@ -174,12 +175,10 @@ class CausalLM(nn.Module):
             raise ValueError(
                 f"weight {HEAD} has shape {shape}, {EMBEDDING}, to which config.json ties it, {view.hf_shape}"
             )
-        return head[view.source].clone()
+        return head[index_of(view.ranges)].clone()
 
     def _check_tied_head(self, head: Tensor) -> None:
-        ((_, shard),) = self.weight_views[EMBEDDING].shards(EMBEDDING)
-        held = shard.values.read() if isinstance(shard.values, PackedMatrix) else shard.values
-        assert held is not None, EMBEDDING
+        held = self.weight_views[EMBEDDING].read()
         if not torch.equal(head.to(held.device, held.dtype), held):
             raise ValueError(
                 f"weight {HEAD} differs from {EMBEDDING}, to which config.json ties it: leave it out of the update, or "

@@ -18,7 +18,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.non_finite import NonFiniteLogitsError, failed_requests, model_problem, settings_problem
 from vllm.v1.request import Request, TopLogprobs
 from vllm.v1.sample.sampler import SamplerOutput
-from vllm.v1.worker.worker import Worker, zero_blocks
+from vllm.v1.worker.cache_memory import zero_blocks
+from vllm.v1.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ class EngineCore:
     ) -> None:
         self.parallel, self.platform, self.device = parallel, platform, platform.exchange_device(device)
         self.worker = Worker(config, parallel, platform, ops, device)
-        kv = KVCacheManager(self.worker.num_gpu_blocks, config.cache.block_size, config.cache.enable_prefix_caching)
+        kv = KVCacheManager(self.worker.cache.num_blocks, config.cache.block_size, config.cache.enable_prefix_caching)
         self.scheduler = Scheduler(config.scheduler, kv)
         self.num_steps = 0
         self.model_problem: str | None = None  # why its logits are not finite, until the weights change
@@ -95,10 +96,10 @@ class EngineCore:
         """Let no sequence find what failed requests have left in the cache."""
         pool = self.scheduler.kv.pool
         self.scheduler.kv.reset_prefix_cache()
-        zero_blocks(self.worker.kv_caches, [block for block in range(pool.num_blocks) if not pool.ref_count(block)])
+        zero_blocks(self.worker.cache.caches, [block for block in range(pool.num_blocks) if not pool.ref_count(block)])
 
     def _forget_problem(self) -> None:
-        if self.model_problem is not None and self.worker.is_kv_cache_awake:
+        if self.model_problem is not None and self.worker.cache.is_allocated:
             self._clean_free_blocks()
         self.model_problem = None
 
@@ -119,18 +120,14 @@ class EngineCore:
 
     def require_ready(self) -> None:
         """RuntimeError when the engine cannot generate, saying what to call."""
-        worker = self.worker
-        if not worker.are_weights_awake or not worker.is_kv_cache_awake:
-            asleep = [
-                tag
-                for tag, is_awake in (("weights", worker.are_weights_awake), ("kv_cache", worker.is_kv_cache_awake))
-                if not is_awake
-            ]
+        weights, cache = self.worker.weights, self.worker.cache
+        asleep = [tag for tag, memory in (("weights", weights), ("kv_cache", cache)) if not memory.is_allocated]
+        if asleep:
             raise RuntimeError(f"generate while the engine sleeps: call wake_up(tags={asleep}) first")
-        if worker.names_to_load:
+        if weights.names_to_load:
             raise RuntimeError(
-                f"generate with {len(worker.names_to_load)} weights never loaded after a level-2 sleep or a failed "
-                f"update, e.g. {min(worker.names_to_load)}: call load_weights or update_weights first"
+                f"generate with {len(weights.names_to_load)} weights never loaded after a level-2 sleep or a failed "
+                f"update, e.g. {min(weights.names_to_load)}: call load_weights or update_weights first"
             )
 
     @staticmethod

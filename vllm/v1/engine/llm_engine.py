@@ -56,7 +56,7 @@ class LLMEngine:
             core.scheduler,
             core.parallel,
             core.device,
-            lambda: core.worker.kv_caches,
+            lambda: core.worker.cache.caches,
             self.processor.watch_stop_strings,
         )
         self._streams: dict[str, OutputStream] = {}  # of unfinished prompts of `add_request`, by request id
@@ -70,7 +70,7 @@ class LLMEngine:
     @property
     def model_executor(self) -> SimpleNamespace:
         """Under vLLM's name: ``driver_worker.model_runner.model.load_weights`` of it is `LLM.load_weights`."""
-        model = SimpleNamespace(load_weights=lambda pairs: self.core.idle_worker("load_weights").load_weights(pairs))
+        model = SimpleNamespace(load_weights=lambda pairs: self.core.idle_worker("load_weights").weights.load(pairs))
         return SimpleNamespace(driver_worker=SimpleNamespace(model_runner=SimpleNamespace(model=model)))
 
     def run_requests(

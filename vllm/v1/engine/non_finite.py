@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from hf_formats.finite import require_finite
 from vllm.ops.contract import NOT_FINITE
-from vllm.ops.weights import PackedMatrix
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 from vllm.v1.sample.sampler import SamplerOutput
@@ -49,11 +48,8 @@ def settings_problem(request: Request) -> str:
 def _weight_problem(worker: Worker) -> str:
     for view_name, view in worker.model.weight_views.items():
         for name, shard in view.shards(view_name):
-            values = shard.values.read() if isinstance(shard.values, PackedMatrix) else shard.values
-            if values is None:
-                continue
             try:
-                require_finite(name, values, "the engine")
+                require_finite(name, shard.read(), "the engine")
             except ValueError as error:
                 return str(error)
     return (

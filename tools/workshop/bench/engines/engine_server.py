@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,3 +74,14 @@ def best_seconds(work: Callable[[], Any], rounds: int) -> float:
         work()
         seconds.append(time.perf_counter() - start)
     return min(seconds)
+
+
+def matmul_peaks(*dtypes: str) -> dict[str, float]:
+    """Floating-point operations per second of large square products, the best of several, by dtype."""
+    import torch
+
+    peaks = {}
+    for dtype in dtypes:
+        left, right = (torch.randn(2048, 2048).to(getattr(torch, dtype)) for _ in range(2))
+        peaks[dtype] = 2 * 2048**3 / best_seconds(partial(torch.matmul, left, right), 3)
+    return peaks

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from engine_server import Stopwatch, best_seconds, serve
+from engine_server import Stopwatch, best_seconds, matmul_peaks, serve
 
 
 class StepClock:
@@ -84,15 +84,8 @@ class VllmEngine:
             self.llm.apply_model(self.clock.watch)
             self.llm.apply_model(self._watch_logits)
 
-    def generate(
-        self, prompts: list[list[int]], n: int, max_tokens: int, detokenize: bool, has_model: bool = True
-    ) -> dict[str, Any]:
-        """Time ``n`` samples of exactly ``max_tokens`` tokens for each prompt, at temperature 1.
-
-        Without the model every step of ours has the states of its first.
-        """
-        if not has_model:
-            self._leave_model_out()
+    def generate(self, prompts: list[list[int]], n: int, max_tokens: int, detokenize: bool) -> dict[str, Any]:
+        """Time ``n`` samples of exactly ``max_tokens`` tokens for each prompt, at temperature 1."""
         params = self._new_params(n=n, temperature=1.0, max_tokens=max_tokens, ignore_eos=True, detokenize=detokenize)
         requests = [{"prompt_token_ids": ids} for ids in prompts]
         self.clock.forget()
@@ -101,20 +94,6 @@ class VllmEngine:
         measured = stopwatch.read()
         lengths = [len(sample.token_ids) for output in outputs for sample in output.outputs]
         return measured | self.clock.steps() | {"num_tokens": sum(lengths), "shortest": min(lengths)}
-
-    def _leave_model_out(self) -> None:
-        runner = self.llm.core.worker.runner
-        run = runner._forward
-        first_output: list[Any] = []
-
-        def first(plan: Any, *args: Any) -> Any:
-            if not first_output or len(first_output[0]) < len(plan.token_ids_T):
-                states, logits_of = run(plan, *args)
-                first_output[:] = [states.clone(), logits_of]
-            return first_output[0][: len(plan.token_ids_T)], first_output[1]
-
-        runner._forward = first
-        self.clock.watch_call(runner, "_forward")
 
     def _watch_logits(self, model: Any) -> None:
         modules = {type(module).__name__: module for module in model.modules()}
@@ -192,11 +171,7 @@ class MachineProbe:
         source = torch.ones(num_bytes // 4)
         target = torch.empty_like(source)
         reads = [num_bytes / best_seconds(source.sum, 6), 2 * num_bytes / best_seconds(lambda: target.copy_(source), 6)]
-        flops = []
-        for one in {dtype, "float32"}:
-            left, right = (torch.randn(2048, 2048).to(getattr(torch, one)) for _ in range(2))
-            flops.append(2 * 2048**3 / best_seconds(lambda left=left, right=right: left @ right, 3))
-        return {"bytes_per_s": max(reads), "flops_per_s": max(flops)}
+        return {"bytes_per_s": max(reads), "flops_per_s": max(matmul_peaks(dtype, "float32").values())}
 
 
 ENGINES = {"ours": VllmEngine, "vllm": VllmEngine, "transformers": TransformersEngine, "probe": MachineProbe}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import fields
 from typing import Any
 
@@ -17,7 +18,7 @@ from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.digest import WeightDigest
 from vllm.model_executor.model_loader.rank_shards import RankShards, engine_shards
-from vllm.model_executor.model_loader.shard_writer import WeightUpdate
+from vllm.model_executor.model_loader.shard_writer import ShardWriter
 from vllm.ops.contract import RolloutOps
 from vllm.platforms import Platform
 from vllm.sampling_params import SMALLEST_TEMPERATURE
@@ -61,11 +62,9 @@ class vLLMRollout:
         """HF name -> what the engine of ``rank`` owns of it; every rank knows that of all ranks."""
         return self.inference_engine.rank_shards(rank)
 
-    def update_weight_shards(self, updates: Iterable[WeightUpdate], version: int) -> dict[str, WeightDigest]:
-        """Writes all shards of this rank for policy ``version``, as ``LLM.update_weight_shards``; iterating ``updates``
-        may be collective.
-        """
-        return self.inference_engine.update_weight_shards(updates, version)
+    def update_weight_shards(self, version: int) -> AbstractContextManager[ShardWriter]:
+        """As ``LLM.update_weight_shards``."""
+        return self.inference_engine.update_weight_shards(version)
 
     def shard_digests(self) -> dict[str, WeightDigest]:
         """HF name -> digest of this rank's shard as it is in memory now."""

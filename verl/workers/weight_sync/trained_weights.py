@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -21,59 +22,52 @@ from hf_formats.problems import raise_problems
 from hf_formats.ranges import Ranges, index_of, relative
 from mindspeed_llm.weight_plan import Shard
 from mindspeed_llm.weight_source import hf_view
-from verl.workers.sharding_manager.transfer_plan import TransferPlan
+from verl.workers.weight_sync.plan import Transfer, TransferPlan
 
-_Key = tuple[str, Ranges]
+_Key: TypeAlias = tuple[str, Ranges]
+Scales: TypeAlias = dict[_Key, Tensor]  # by the name and the ranges of a training shard
 
 
-class TrainedWeights:
-    """A training rank's weights at the time of one sync.
+def agreed_scales(
+    params: Mapping[str, Tensor], plan: TransferPlan, group: dist.ProcessGroup, device: torch.device
+) -> Scales:
+    """fp32 [SR, SC] of each shard of this rank: the scales of the blocks that it touches, where rollouts store FP8.
 
-    Collective over `group` when the plan has FP8 weights: the scale of a block that several shards share comes from
+    Collective over `group` when the plan has such weights: the scale of a block that several shards share comes from
     the largest magnitude in any of them. RuntimeError, on every rank, naming the weights that cannot be quantised.
 
     Args:
         params: this rank's tensors under the training engine's names; empty where nothing is trained.
     """
+    if not plan.quantised:
+        return {}
+    mine: dict[_Key, Shard] = {}
+    shared: dict[str, tuple[int, int]] = {}  # weights with blocks in several shards -> their grids of blocks
+    rank = group.rank()
+    for shard, source_ranks in plan.quantised:
+        if rank in source_ranks:
+            mine[_key(shard)] = shard
+        shape = plan.tensors[shard.hf_name].hf_shape
+        if not _has_whole_blocks(shard.ranges, shape):
+            shared[shard.hf_name] = (num_blocks(shape[0]), num_blocks(shape[1]))
+    peaks = {key: _peaks(_view(params, shard), shard.ranges) for key, shard in mine.items()}
+    _refuse_non_finite(peaks, group)
+    if shared:
+        _share_peaks(peaks, shared, group, device)
+    return {key: scales_of_peaks(peak) for key, peak in peaks.items()}
 
-    def __init__(
-        self, params: Mapping[str, Tensor], plan: TransferPlan, group: dist.ProcessGroup, device: torch.device
-    ) -> None:
-        self._params = params
-        self._is_fp8 = {name for name, dtype in plan.rollout_dtypes.items() if dtype == FP8_DTYPE}
-        self._scales: dict[_Key, Tensor] = {}  # fp32, of the blocks that a shard touches
-        if self._is_fp8:
-            self._scales = self._agree_on_scales(plan, group, device)
 
-    def values(self, hf_name: str, ranges: Ranges, shard: Shard) -> Tensor:
-        """hf_tensor[ranges] from a shard of this rank: a view, or e4m3 values, or the scales of blocks."""
-        if hf_name.endswith(SCALE_SUFFIX):
-            return self._scales[_key(shard)][relative(ranges, _blocks(shard.ranges))]
-        part = self._view(shard)[relative(ranges, shard.ranges)]
-        if hf_name not in self._is_fp8:
-            return part
-        return _quantised(part, ranges, self._scales[_key(shard)], shard)
+def trained_values(params: Mapping[str, Tensor], scales: Scales, transfer: Transfer) -> Tensor:
+    """The values of a transfer, from a shard of this rank: a view, or e4m3 values, or the scales of blocks."""
+    shard, ranges = transfer.shard, transfer.ranges
+    if transfer.hf_name.endswith(SCALE_SUFFIX):
+        return scales[_key(shard)][relative(ranges, _blocks(shard.ranges))]
+    part = _view(params, shard)[relative(ranges, shard.ranges)]
+    return part if transfer.dtype != FP8_DTYPE else _quantised(part, ranges, scales[_key(shard)], shard)
 
-    def _view(self, shard: Shard) -> Tensor:
-        return hf_view(self._params[shard.param], shard).detach()
 
-    def _agree_on_scales(
-        self, plan: TransferPlan, group: dist.ProcessGroup, device: torch.device
-    ) -> dict[_Key, Tensor]:
-        mine: dict[_Key, Shard] = {}
-        shared: dict[str, tuple[int, int]] = {}  # weights with blocks in several shards -> their grids of blocks
-        rank = group.rank()
-        for shard, source_ranks in plan.quantised:
-            if rank in source_ranks:
-                mine[_key(shard)] = shard
-            shape = plan.hf_shapes[shard.hf_name]
-            if not _has_whole_blocks(shard.ranges, shape):
-                shared[shard.hf_name] = (num_blocks(shape[0]), num_blocks(shape[1]))
-        peaks = {key: _peaks(self._view(shard), shard.ranges) for key, shard in mine.items()}
-        _refuse_non_finite(peaks, group)
-        if shared:
-            _share_peaks(peaks, shared, group, device)
-        return {key: scales_of_peaks(peak) for key, peak in peaks.items()}
+def _view(params: Mapping[str, Tensor], shard: Shard) -> Tensor:
+    return hf_view(params[shard.param], shard).detach()
 
 
 def _key(shard: Shard) -> _Key:

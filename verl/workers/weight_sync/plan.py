@@ -23,32 +23,17 @@ from hf_formats.ranges import Ranges, intersection, shape_of
 from megatron.core.parallel_layout import ParallelLayout
 from mindspeed_llm.hf_shapes import always_fp32
 from mindspeed_llm.weight_plan import Shard, model_shards, owner_ranks
-from verl.workers.sharding_manager.transfer_rounds import RankPairs, RoundAssigner, SourceSelector
+from verl.workers.weight_sync.rounds import RankPairs, RoundAssigner, SourceSelector
 from vllm.model_executor.model_loader.rank_shards import RankShards
 
 ALIGNMENT = 8  # bytes, of every part of a message
 _PARTS_OF_A_ROUND = 4  # transfers are cut so that a round has room for so many of one sender
 
 
-@dataclass(frozen=True)
-class ShardIndex:
-    """(hf name, ranges) -> number of that shard among the distinct shards of the rollout ranks."""
-
-    first: Mapping[str, int]  # number of each tensor's first shard
-    tables: Mapping[str, Mapping[Ranges, int]]  # numbers from there on; tensors that are cut alike share a table
-
-    def __getitem__(self, key: tuple[str, Ranges]) -> int:
-        name, ranges = key
-        return self.first[name] + self.tables[name][ranges]
-
-    def __len__(self) -> int:
-        return sum(map(len, self.tables.values()))
-
-
 class Transfer(NamedTuple):
     """hf_tensor[ranges], sent in `dtype` in round `round`. A tuple, because there may be millions."""
 
-    rollout_shard: int  # number of the shard that it is a part of, see TransferPlan.shard_index
+    rollout_shard: int  # number of the shard that it is a part of, see TransferPlan.shard_number
     hf_name: str
     ranges: Ranges
     shard: Shard  # of the training ranks
@@ -64,16 +49,22 @@ class TransferPlan:
     """All transfers of a sync in the order in which they are packed, and the distinct shards of the rollout ranks.
 
     quantised: every training shard of the weights that rollout ranks store in FP8, with its source ranks.
+    first_shards, shard_tables: the number of each tensor's first distinct shard, and by the ranges of its shards what
+        is added to it; tensors that are cut alike share a table.
     """
 
     transfers: tuple[Transfer, ...]
     quantised: tuple[tuple[Shard, tuple[int, ...]], ...]
-    shard_index: ShardIndex
+    first_shards: Mapping[str, int]
+    shard_tables: Mapping[str, Mapping[Ranges, int]]
     num_destinations_N: np.ndarray  # int64 [shards of the rollout ranks], ranks that own each
-    hf_shapes: Mapping[str, tuple[int, ...]]
-    rollout_dtypes: Mapping[str, torch.dtype]
+    tensors: RankShards  # a shard of each, for its shape and its dtype in the rollout engines
     num_rounds: int
     num_ranks: int
+
+    def shard_number(self, hf_name: str, ranges: Ranges) -> int:
+        """The number of a rollout shard among the distinct ones."""
+        return self.first_shards[hf_name] + self.shard_tables[hf_name][ranges]
 
     @cached_property
     def rank_pairs(self) -> dict[int, RankPairs]:
@@ -86,7 +77,7 @@ class TransferPlan:
             pairs = transfer.pairs
             sent[pairs.senders_S] += pairs.copies_S * transfer.num_bytes
             received[pairs.receivers_R] += transfer.num_bytes
-            size = transfer.num_bytes // transfer.dtype.itemsize * self.rollout_dtypes[transfer.hf_name].itemsize
+            size = transfer.num_bytes // transfer.dtype.itemsize * self.tensors[transfer.hf_name].dtype.itemsize
             held[pairs.destinations_D] += size
             if transfer.shard.is_expert:
                 expert_received[pairs.receivers_R] += transfer.num_bytes
@@ -122,44 +113,41 @@ def build_plan(
         bucket_bytes: what a rank may send and receive in one round together.
     """
     destinations = _destinations(rollout_shards)
-    trained = model_shards(hf, layout)
-    joins = _Joins()
-    _check(trained, destinations, joins)
-    shard_index, num_destinations_N = _numbered(destinations)
-    every = {name: shard for shards in _distinct(rollout_shards).values() for name, shard in shards.items()}
-    rollout_dtypes = {name: shard.dtype for name, shard in every.items()}
+    trained, joins = model_shards(hf, layout), _Joins()
+    problems: list[str] = []
+    first_shards, shard_tables, num_destinations_N = _numbered(destinations)
+    tensors = {name: shard for shards in _distinct(rollout_shards).values() for name, shard in shards.items()}
     selector, cuts = SourceSelector(ranks_per_node), _Cuts(bucket_bytes // 2)
     transfers: list[Transfer] = []
     quantised: list[tuple[Shard, tuple[int, ...]]] = []
     owners_of: dict[tuple[int, bool, bool], tuple[int, ...]] = {}
     for name, ranks_of_ranges in destinations.items():
-        dtype, first = _wire_dtype(name, params_dtype, rollout_dtypes[name]), shard_index.first[name]
-        shards = trained[name.removesuffix(SCALE_SUFFIX)]
+        dtype, first = _wire_dtype(name, params_dtype, tensors[name].dtype), first_shards[name]
+        shards = trained.get(name.removesuffix(SCALE_SUFFIX), ())
+        num_trained = [0] * len(ranks_of_ranges)  # elements
         for shard in shards:
             kind = (shard.rank, shard.is_expert, len(shards) == 1)
             if kind not in owners_of:
                 owners_of[kind] = tuple(owner_ranks(hf, layout, shard))
             source_ranks = owners_of[kind]
-            if rollout_dtypes[name] == FP8_DTYPE:
+            if dtype == FP8_DTYPE:
                 quantised.append((shard, source_ranks))
             for number, common, ranks in joins.of(_ranges(name, shard), ranks_of_ranges):
+                num_trained[number] += math.prod(shape_of(common))
                 digest_rank, pairs = selector.next(source_ranks, ranks)
                 transfers += [
                     Transfer(first + number, name, part, shard, dtype, pairs, digest_rank, num_bytes, round=0)
                     for part, num_bytes in cuts.of(name, common, dtype, pairs)
                 ]
+        problems += [
+            f"training ranks hold {held} elements of {name}{list(ranges)}"
+            for ranges, held in zip(ranks_of_ranges, num_trained, strict=True)
+            if held != math.prod(shape_of(ranges))
+        ]
+    raise_problems("the weight sync", problems, "Check that both engines were given the same model.")
     assigned, num_rounds = _in_rounds(transfers, num_ranks, bucket_bytes // 2)
-    hf_shapes = {name: shard.hf_shape for name, shard in every.items()}
-    return TransferPlan(
-        assigned,
-        tuple(quantised),
-        shard_index,
-        num_destinations_N,
-        hf_shapes,
-        rollout_dtypes,
-        num_rounds,
-        num_ranks,
-    )
+    numbering = first_shards, shard_tables, num_destinations_N
+    return TransferPlan(assigned, tuple(quantised), *numbering, tensors, num_rounds, num_ranks)
 
 
 _Destinations: TypeAlias = Mapping[Ranges, tuple[int, ...]]  # distinct shard of a tensor -> the ranks that own it
@@ -198,8 +186,12 @@ def _distinct(rollout_shards: Mapping[int, RankShards]) -> dict[int, RankShards]
     return {id(shards): shards for shards in rollout_shards.values()}
 
 
-def _numbered(destinations: Mapping[str, _Destinations]) -> tuple[ShardIndex, np.ndarray]:
-    """The numbers of the distinct shards of all tensors, and int64 [shards] how many ranks own each."""
+def _numbered(
+    destinations: Mapping[str, _Destinations],
+) -> tuple[dict[str, int], dict[str, dict[Ranges, int]], np.ndarray]:
+    """The numbers of the distinct shards of all tensors as the plan has them, and int64 [shards] how many ranks own
+    each.
+    """
     first, numbers, count = {}, {}, 0
     tables: dict[int, tuple[dict[Ranges, int], np.ndarray]] = {}
     num_destinations = []
@@ -211,7 +203,7 @@ def _numbered(destinations: Mapping[str, _Destinations]) -> tuple[ShardIndex, np
         first[name] = count
         count += len(ranks_of_ranges)
         num_destinations.append(counts)
-    return ShardIndex(first, numbers), np.concatenate(num_destinations)
+    return first, numbers, np.concatenate(num_destinations)
 
 
 class _Joins:
@@ -231,33 +223,6 @@ class _Joins:
                 if common is not None:
                     found.append((number, common, ranks))
         return found
-
-
-def _check(trained: Mapping[str, tuple[Shard, ...]], destinations: Mapping[str, _Destinations], joins: _Joins) -> None:
-    """ValueError naming what rollout ranks own and no training rank has."""
-    problems = []
-    complete: set[tuple[int, tuple[Ranges, ...]]] = set()  # cuts on both sides that were found to be complete
-    for name, ranks_of_ranges in destinations.items():
-        shards = trained.get(name.removesuffix(SCALE_SUFFIX))
-        if shards is None:
-            problems.append(f"the training model has no {name}")
-            continue
-        cuts = tuple(_ranges(name, shard) for shard in shards)
-        if (id(ranks_of_ranges), cuts) in complete:
-            continue
-        covered = [0] * len(ranks_of_ranges)
-        for cut in cuts:
-            for number, common, _ in joins.of(cut, ranks_of_ranges):
-                covered[number] += math.prod(shape_of(common))
-        missing = [
-            f"training ranks hold {count} elements of {name}{list(ranges)}"
-            for ranges, count in zip(ranks_of_ranges, covered, strict=True)
-            if count != math.prod(shape_of(ranges))
-        ]
-        if not missing:
-            complete.add((id(ranks_of_ranges), cuts))
-        problems += missing
-    raise_problems("the weight sync", problems, "Check that both engines were given the same model.")
 
 
 def _ranges(name: str, shard: Shard) -> Ranges:
@@ -323,11 +288,7 @@ def _in_rounds(transfers: list[Transfer], num_ranks: int, limit: int) -> tuple[t
     for index in np.argsort(progress, kind="stable").tolist():
         t = transfers[index]
         number = rounds.assign(t.pairs, sizes[index])
-        assigned.append(
-            Transfer(
-                t.rollout_shard, t.hf_name, t.ranges, t.shard, t.dtype, t.pairs, t.digest_rank, t.num_bytes, number
-            )
-        )
+        assigned.append(t._replace(round=number))
     return tuple(assigned), rounds.num_rounds
 
 

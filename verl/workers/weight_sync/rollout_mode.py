@@ -8,12 +8,12 @@ from types import TracebackType
 from megatron.core.distributed import DistributedDataParallel
 from verl.utils.timeline import Timeline, now_s
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
-from verl.workers.sharding_manager.weight_sync import WeightSync
+from verl.workers.weight_sync.sync import WeightSync
 from vllm.platforms import Platform
 
 
 @dataclass(eq=False)
-class MegatronVLLMShardingManager:
+class RolloutMode:
     """A context in which the rollout engine has the actor's current weights and a KV cache.
 
     On entry the rollout weights are allocated as empty buffers, every rank receives its rollout shards from the ranks
@@ -39,7 +39,7 @@ class MegatronVLLMShardingManager:
     sync_seconds: float = 0.0
     policy_version: int = 0
 
-    def __enter__(self) -> MegatronVLLMShardingManager:
+    def __enter__(self) -> RolloutMode:
         start_s = now_s()
         with self.timeline.span("onload"):
             self.actor_module.offload_grads()

@@ -1,1 +1,0 @@
-"""Switching a worker between training and rollout."""
