@@ -302,7 +302,7 @@ class DistributedOptimizer:
         self, state: tuple[Tensor, ...], grads: Tensor, params: Tensor | None, group: dict[str, float], ops: TrainOps
     ) -> None:
         """One step on ``state`` and the parameters, if these are others; ``grads`` are of no use after it."""
-        betas = self.config.adam_beta1, self.config.adam_beta2
-        numbers = group["lr"], betas, self.config.adam_eps, group["weight_decay"], self.clip_coefficient
+        betas, eps = (self.config.adam_beta1, self.config.adam_beta2), self.config.adam_eps
+        how = AdamwSettings(self.num_steps, group["lr"], betas, eps, group["weight_decay"], self.clip_coefficient)
         master, exp_avg, exp_avg_sq = state
-        ops.adamw_step(master, grads, exp_avg, exp_avg_sq, AdamwSettings(self.num_steps, *numbers), params)
+        ops.adamw_step(master, grads, exp_avg, exp_avg_sq, how, params)

@@ -41,13 +41,13 @@ class TopKRouter(nn.Module):
         self.groups = groups
         self.products, self.topk_router = MatmulProducts(ops.matmul), ops.topk_router
         self.rule = RouterRule(
-            config.moe_router_topk,
-            config.moe_router_num_groups,
-            config.moe_router_group_topk,
-            config.moe_router_score_function,
-            config.moe_router_pre_softmax,
-            config.moe_router_norm_topk_prob,
-            config.moe_router_topk_scaling_factor,
+            topk=config.moe_router_topk,
+            num_groups=config.moe_router_num_groups,
+            group_topk=config.moe_router_group_topk,
+            score_function=config.moe_router_score_function,
+            pre_softmax=config.moe_router_pre_softmax,
+            norm_topk_prob=config.moe_router_norm_topk_prob,
+            scaling_factor=config.moe_router_topk_scaling_factor,
         )
         self.global_layer = global_layer
         self.is_counting = True
