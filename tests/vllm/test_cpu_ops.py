@@ -19,7 +19,7 @@ from tests.npu.op_parity import Maker, assert_same, outcome, pairs
 from tests.npu.rollout_op_cases import CASES, SMALL
 from tests.tiny_models import write_model
 from vllm import LLM, SamplingParams
-from vllm.ops.contract import DecodeMetadata, PrefillMetadata, RolloutOps, SamplingBatch, resolve
+from vllm.ops.contract import DecodeMetadata, PrefillMetadata, RolloutOps, RouterSettings, SamplingBatch, resolve
 from vllm.ops.cpu import build
 from vllm.ops.cpu.build import native_build
 from vllm.ops.cpu.calls import Bfloat16Products
@@ -108,12 +108,12 @@ def rows_of(ops: RolloutOps, dtype: torch.dtype, rows: slice) -> list[Tensor]:
 
     x, weight, w13, w2 = new(40, 48), new(48, 64).t(), new(5, 48, 64).transpose(1, 2), new(5, 32, 48).transpose(1, 2)
     logits = torch.randn(40, 5, generator=generator)
-    routed = ops.topk_router(logits[rows], torch.zeros(5), 2, 1, 1, True, 1.0, "sigmoid")
+    routed = ops.topk_router(logits[rows], torch.zeros(5), RouterSettings(2, 1, 1, True, 1.0, "sigmoid"))
     kv_b, q = new(2, 24, 32), new(40, 2, 20)
     return [
         ops.linear(x[rows], weight),
         ops.rms_norm(x[rows], weight[0].contiguous(), 1e-6),
-        ops.fused_experts(x[rows], w13, w2, *routed, 0),
+        ops.fused_experts(x[rows], w13, w2, routed, 0),
         ops.head_linear(q[rows][..., :12], kv_b[:, :12]),
     ]
 
@@ -124,7 +124,7 @@ def test_routing_takes_the_first_of_equal_experts_and_survives_nan(experts: int)
     ops = TABLES["fp32"][0]
     logits = torch.stack([torch.zeros(experts), torch.arange(experts) % 3.0, torch.full((experts,), torch.nan)])
     for scoring in ("sigmoid", "softmax"):
-        _, ids = ops.topk_router(logits, None, 4, 1, 1, True, 1.0, scoring)
+        _, ids = ops.topk_router(logits, None, RouterSettings(4, 1, 1, True, 1.0, scoring))
         assert ids[0].tolist() == [0, 1, 2, 3]
         assert ids[1].tolist() == [i for value in (2, 1, 0) for i in range(value, experts, 3)][:4]
         assert ((ids[2] >= 0) & (ids[2] < experts)).all()

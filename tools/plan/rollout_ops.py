@@ -22,12 +22,12 @@ from tools.plan.rollout_npu import kernel_exchanged_experts, npu_ops
 from verl.workers.config import RolloutConfig
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.ops import reference
-from vllm.ops.contract import KVCache, RolloutOps, SampledTokens, SamplingBatch
+from vllm.ops.contract import Choices, FusedExperts, KVCache, RolloutOps, RouterSettings, SampledTokens, SamplingBatch
 from vllm.ops.cpu.build import kernels_problem
 from vllm.ops.cpu.table import best_products, cpu_table
 from vllm.ops.cuda.exchange import is_gathered
 from vllm.ops.cuda.table import cuda_table
-from vllm.ops.reference_moe import FusedExperts, all_to_all_experts
+from vllm.ops.reference_moe import all_to_all_experts
 from vllm_ascend.ops.exchanged_experts import is_one_call
 
 
@@ -132,45 +132,34 @@ class _Given:
         self.step_tokens = len(qkv_TMD)
         return self.table.rope_write_gqa(cache, qkv_TMD, *others)
 
-    def topk_router(self, logits_TE: Tensor, bias_E: Tensor | None, top_k: int, *others: Any) -> tuple[Tensor, Tensor]:
-        weights_TK, _ = self.table.topk_router(logits_TE, bias_E, top_k, *others)
-        return weights_TK, self._chosen(logits_TE.shape[0], top_k, logits_TE.shape[1]).clone()
+    def topk_router(self, logits_TE: Tensor, bias_E: Tensor | None, routing: RouterSettings) -> Choices:
+        weights_TK, _ = self.table.topk_router(logits_TE, bias_E, routing)
+        return weights_TK, self._chosen(logits_TE.shape[0], routing.top_k, logits_TE.shape[1]).clone()
 
     def fused_experts(
-        self,
-        x_TH: Tensor,
-        w13_E2FH: Tensor,
-        w2_EHF: Tensor,
-        weights_TK: Tensor,
-        ids_TK: Tensor,
-        first_expert: int,
+        self, x_TH: Tensor, w13_E2FH: Tensor, w2_EHF: Tensor, choices: Choices, first_expert: int
     ) -> Tensor:
+        _, ids_TK = choices
         weights = (w13_E2FH, w2_EHF)
         if self.table.implementations["fused_experts"] != "reference":
-            return self.table.fused_experts(x_TH, *weights, weights_TK, ids_TK, first_expert)
+            return self.table.fused_experts(x_TH, *weights, choices, first_expert)
         is_here = (ids_TK >= first_expert) & (ids_TK < first_expert + len(w13_E2FH))
         return _sorted_experts(x_TH, *weights, ids_TK, int(is_here.sum()))
 
     def exchanged_experts(
-        self,
-        x_TH: Tensor,
-        w13_E2FH: Tensor,
-        w2_EHF: Tensor,
-        weights_TK: Tensor,
-        ids_TK: Tensor,
-        num_active: int,
-        group: GroupCoordinator,
+        self, x_TH: Tensor, w13_E2FH: Tensor, w2_EHF: Tensor, choices: Choices, num_active: int, group: GroupCoordinator
     ) -> Tensor:
+        _, ids_TK = choices
         num_rows, top_k = ids_TK.shape
         if self.kind == "npu" and is_one_call(x_TH, top_k, len(w13_E2FH), group.world_size):
             note = partial(self._note, x_TH, top_k, group)
-            return kernel_exchanged_experts(x_TH, w13_E2FH, w2_EHF, weights_TK, ids_TK, group.world_size, note)
+            return kernel_exchanged_experts(x_TH, w13_E2FH, w2_EHF, choices, group.world_size, note)
         if self.kind == "cuda" and is_gathered(num_rows, group.world_size):
-            return self.table.exchanged_experts(x_TH, w13_E2FH, w2_EHF, weights_TK, ids_TK, num_active, group)
+            return self.table.exchanged_experts(x_TH, w13_E2FH, w2_EHF, choices, num_active, group)
         _, received = self._exchanged(num_rows, self.step_tokens, top_k, 0, num_rows)
         known = _KnownCounts(group.rank_in_group, group.world_size, group.group, received=received)
         experts = self._experts_of_all()
-        return all_to_all_experts(x_TH, w13_E2FH, w2_EHF, weights_TK, ids_TK, num_active, known, experts)
+        return all_to_all_experts(x_TH, w13_E2FH, w2_EHF, choices, num_active, known, experts)
 
     def sample(self, logits_BW: Tensor, batch: SamplingBatch) -> SampledTokens:
         sampled = self.table.sample(logits_BW, batch)
@@ -180,7 +169,7 @@ class _Given:
         """The kernel for rows that were all sent to an expert of this rank."""
         if self.table.implementations["fused_experts"] != "reference":
             return self.table.fused_experts
-        return lambda x, w13, w2, weights, ids, first: _sorted_experts(x, w13, w2, ids, len(x))
+        return lambda x, w13, w2, choices, first: _sorted_experts(x, w13, w2, choices[1], len(x))
 
     def _note(self, x_TH: Tensor, top_k: int, group: GroupCoordinator, kernel: str) -> None:
         """Log the collective that is in the kernel, dispatch or combine."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from vllm.ops.contract import DecodeMetadata, KVCache, PrefillMetadata
+from vllm.ops.contract import Angles, DecodeMetadata, KVCache, PrefillMetadata
 from vllm.ops.cpu.calls import KernelCalls
 from vllm.ops.cpu.linear import LinearOps
 from vllm.utils import last_contiguous
@@ -23,21 +23,14 @@ class LatentAttentionOps:
         self._calls, self._linear = calls, linear
 
     def norm_rope_write_kv(
-        self,
-        cache: KVCache,
-        kv_TD: Tensor,
-        weight_L: Tensor,
-        eps: float,
-        cos_TR: Tensor,
-        sin_TR: Tensor,
-        slots_T: Tensor,
+        self, cache: KVCache, kv_TD: Tensor, weight_L: Tensor, eps: float, angles: Angles, slots_T: Tensor
     ) -> None:
         (pages,) = cache
         kv_TD = last_contiguous(kv_TD)
         latent = len(weight_L)
         kv = pages, kv_TD, kv_TD.stride(0), len(kv_TD), latent, kv_TD.shape[1] - latent
-        angles = cos_TR.contiguous(), sin_TR.contiguous()
-        self._calls.run("cpu_write_kv", self._calls.mode(kv_TD, weight_L, pages), *kv, weight_L, eps, *angles, slots_T)
+        turns = [part_TR.contiguous() for part_TR in angles]
+        self._calls.run("cpu_write_kv", self._calls.mode(kv_TD, weight_L, pages), *kv, weight_L, eps, *turns, slots_T)
 
     def mla_decode(
         self, q_latent_BNL: Tensor, q_rope_BNR: Tensor, cache: KVCache, meta: DecodeMetadata, scale: float

@@ -27,6 +27,7 @@ from vllm.ops.cpu.graph import launch
 from vllm.ops.cpu.grouped_query import GroupedQueryOps, new_gqa_cache
 from vllm.ops.cpu.linear import LinearOps
 from vllm.ops.cpu.rows import RowOps
+from vllm.ops.reference_moe import all_to_all_experts
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ def cpu_table(products: Bfloat16Products, launch: Launch = launch) -> RolloutOps
     return replace(
         base,
         **native,
-        exchanged_experts=experts.exchanged_experts,
+        exchanged_experts=partial(all_to_all_experts, experts=experts.fused_experts),
         sample=rows.sample,
         implementations=base.implementations | dict.fromkeys(native, "native") | mixed,
         not_capturable=("exchanged_experts",),

@@ -22,10 +22,9 @@ from torch import Tensor
 
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import GroupCoordinator
-from vllm.ops.contract import RolloutOps
+from vllm.ops.contract import Choices, FusedExperts, RolloutOps
 from vllm.ops.cuda.exchange import MOST_GATHERED_TOKENS, exchanged_experts
 from vllm.ops.cuda.table import rollout_ops
-from vllm.ops.reference_moe import FusedExperts
 
 _OTHERWISE = "otherwise set rollout_ops='vllm.ops.cuda:rollout_ops'"
 
@@ -86,18 +85,12 @@ class LowLatencyExchange:
         self._buffer = Buffer(group.group, 0, num_bytes, low_latency_mode=True, num_qps_per_rank=num_local)
 
     def __call__(
-        self,
-        x_TH: Tensor,
-        w13_E2FH: Any,
-        w2_EHF: Any,
-        weights_TK: Tensor,
-        ids_TK: Tensor,
-        num_active: int,
-        group: GroupCoordinator,
+        self, x_TH: Tensor, w13_E2FH: Any, w2_EHF: Any, choices: Choices, num_active: int, group: GroupCoordinator
     ) -> Tensor:
+        weights_TK, ids_TK = choices
         weights = w13_E2FH, w2_EHF
         if len(x_TH) > self._most_rows:
-            return exchanged_experts(x_TH, *weights, weights_TK, ids_TK, num_active, group, self._experts)
+            return exchanged_experts(x_TH, *weights, choices, num_active, group, self._experts)
         if num_active < len(x_TH):
             ids_TK = ids_TK.clone()
             ids_TK[num_active:] = -1  # padding goes nowhere
@@ -117,7 +110,7 @@ class LowLatencyExchange:
         experts_E1 = torch.arange(num_here, device=x_ESH.device).unsqueeze(1)
         ids_ES = torch.where(is_filled_ES, experts_E1, -1)
         ones = torch.ones(num_here * slots, 1, dtype=torch.float32, device=x_ESH.device)
-        rows = self._experts(x_ESH.flatten(0, 1), w13_E2FH, w2_EHF, ones, ids_ES.view(-1, 1), 0)
+        rows = self._experts(x_ESH.flatten(0, 1), w13_E2FH, w2_EHF, (ones, ids_ES.view(-1, 1)), 0)
         return rows.view_as(x_ESH)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ from vllm.ops import reference
 from vllm.ops.contract import RolloutOps, takes_no_fp8
 from vllm.ops.cuda.attention import Attention
 from vllm.ops.cuda.deep_gemm import DeepGemmProducts, check_deep_gemm
+from vllm.ops.cuda.exchange import exchanged_experts
 from vllm.ops.cuda.experts import ExpertOps
 from vllm.ops.cuda.fp8 import Fp8Products, fits, has_fp8_products
 from vllm.ops.cuda.launch import Launch, check_triton, launch
@@ -98,7 +100,7 @@ def cuda_table(
         **native,
         linear=linear,
         fused_experts=experts.fused_experts,
-        exchanged_experts=experts.exchanged_experts,
+        exchanged_experts=partial(exchanged_experts, experts=experts.fused_experts),
         sample=rows.sample,
         implementations=dict.fromkeys(native, "native")
         | _partly_torch(f"FP8 weights: {fp8.implementation if multiplies_fp8 else 'dequantised'}"),
