@@ -47,7 +47,7 @@ class Compiler:
         self.architecture, self.case, self._known = architecture, "", set[str]()
 
     def __call__(self, name: str, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-        kernel = getattr(kernels, name)
+        kernel = kernels.kernel_called(name)
         constants = {key: value for key, value in options.items() if key not in OPTIONS}
         names = [key for key in kernel.arg_names if key not in constants]
         given, variable = dict(zip(names, arguments, strict=True)), self._variable(kernel)
