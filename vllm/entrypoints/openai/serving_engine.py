@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from fastapi import Request
@@ -139,15 +140,18 @@ class OpenAIServing:
             self._token_texts.update(texts)
 
 
+@dataclass
 class AnswerBuilder(ABC, Generic[Body]):
     """Puts the answer to one body together from the engine's outputs, whole or as a stream of chunks."""
 
-    def __init__(
-        self, serving: OpenAIServing, body: Body, collector: RequestOutputCollector, prompts: Sequence[list[int]]
-    ) -> None:
-        self.serving, self.body, self.collector = serving, body, collector
-        self.num_samples, self.created = body.n or 1, int(time.time())
-        self._prompt_tokens, self._completion_tokens, self._cached_tokens = sum(map(len, prompts)), 0, 0
+    serving: OpenAIServing
+    body: Body
+    collector: RequestOutputCollector
+    prompts: Sequence[list[int]]
+
+    def __post_init__(self) -> None:
+        self.num_samples, self.created = self.body.n or 1, int(time.time())
+        self._prompt_tokens, self._completion_tokens, self._cached_tokens = sum(map(len, self.prompts)), 0, 0
         self._finished: Counter[str] = Counter()  # samples by finish reason
 
     @abstractmethod
