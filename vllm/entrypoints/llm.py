@@ -34,6 +34,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.llm_engine import LLMEngine, StepLimits
 from vllm.v1.engine.output_processor import PromptGroup, prompt_of
 from vllm.v1.request import Request
+from vllm.v1.worker.rank_context import RankContext
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -106,7 +107,7 @@ class LLM:
         self.parallel = init_model_parallel(self.config.parallel, platform.group_options, platform.has_reduce_scatter)
         own_device = platform.device(_local_rank(rank, platform))
         self._weight_transfer = IPCWeightTransferEngine(platform, own_device) if weight_transfer_config else None
-        self.core = EngineCore(self.config, self.parallel, platform, ops, own_device)
+        self.core = EngineCore(RankContext(self.config, self.parallel, platform, ops, own_device))
         self.engine = LLMEngine(self.config, self.core, self._tokenizer)
         self._request_counter = itertools.count()
         self._defaults = sampling_defaults(model, generation_config, override_generation_config)

@@ -15,9 +15,10 @@ from vllm.config import VllmConfig
 from vllm.forward_context import ForwardContext
 from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.ops.contract import DecodeMetadata, KVCache
-from vllm.platforms import CapturedGraph, GraphPool, Platform
+from vllm.platforms import CapturedGraph, GraphPool
 from vllm.utils import HAS_NO_STREAM, pinned_empty
 from vllm.v1.worker.input_batch import StepInputs
+from vllm.v1.worker.rank_context import RankContext
 
 logger = logging.getLogger(__name__)
 
@@ -73,21 +74,16 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self,
-        config: VllmConfig,
-        model: CausalLM,
-        platform: Platform,
-        device: torch.device,
-        num_blocks: int,
-        freed_by_sleep: Callable[[], list[Tensor]],
+        self, rank: RankContext, model: CausalLM, num_blocks: int, freed_by_sleep: Callable[[], list[Tensor]]
     ) -> None:
         """freed_by_sleep: returns what graphs read besides memory of their own, always in the same order."""
+        config, device = rank.config, rank.device
         self.sizes = config.compilation.cudagraph_capture_sizes
-        self._model, self._platform, self._device = model, platform, device
+        self._model, self._platform = model, rank.platform
         self._num_replicas = config.parallel.data_parallel_size if config.parallel.steps_in_lockstep else 1
         self._logits_rows = 0  # rows of the largest graph that computes logits
         if config.parallel.tensor_parallel_size == 1:
-            self._logits_rows = platform.captured_logits_bytes // (4 * config.model.hf.vocab_size)
+            self._logits_rows = rank.platform.captured_logits_bytes // (4 * config.model.hf.vocab_size)
         self._block_size = config.cache.block_size
         self._num_blocks = num_blocks
         self._pool: GraphPool | None = None
