@@ -115,8 +115,8 @@ def prefill(new: Maker, size: Sizes, layout: str = "nd") -> Call:
         latent, rope, tables, lens, ends = rest
         cache = as_cache(ops, latent, rope, layout)
         meta = PrefillMetadata(query_lens, seq_lens, ends, lens, tables, size.block_size)
-        first = ops.mla_prefill(q_nope, q_rope, kv_b, cache, meta, 0.15)
-        return first, ops.mla_prefill(q_nope, q_rope, kv_b, cache, meta, 0.15)
+        first = ops.mla_prefill((q_nope, q_rope), kv_b, cache, meta, 0.15)
+        return first, ops.mla_prefill((q_nope, q_rope), kv_b, cache, meta, 0.15)
 
     queries = [new.floats(size.tokens, size.heads, channels) for channels in (size.nope, size.rope)]
     kv_b = new.floats(size.heads, size.nope + size.value, size.latent) / size.latent**0.5
@@ -135,8 +135,8 @@ def decode(new: Maker, size: Sizes, layout: str = "nd") -> Call:
         latent, rope, tables, lens = rest
         cache = as_cache(ops, latent, rope, layout)
         meta = DecodeMetadata(seq_lens, lens, tables, size.block_size)
-        first = ops.mla_decode(q_latent, q_rope, cache, meta, 0.05)
-        return first, ops.mla_decode(q_latent, q_rope, cache, meta, 0.05)
+        first = ops.mla_decode((q_latent, q_rope), cache, meta, 0.05)
+        return first, ops.mla_decode((q_latent, q_rope), cache, meta, 0.05)
 
     queries = [new.floats(len(seq_lens), size.heads, channels) for channels in (size.latent, size.rope)]
     return Call(run, [*queries, *_pages(new, size)])

@@ -212,10 +212,10 @@ def test_what_prefill_writes_is_what_both_attentions_read(layout: str, dtype: to
         queries = q.to(device)
         return {
             "prefill": ops.mla_prefill(
-                queries[..., :nope], queries[..., nope:], kv_b.to(device) / 23, cache, prefill, 0.1
+                (queries[..., :nope], queries[..., nope:]), kv_b.to(device) / 23, cache, prefill, 0.1
             ).cpu(),
             "decode": ops.mla_decode(
-                q_decode[..., : DEEPSEEK[0]].to(device), q_decode[..., DEEPSEEK[0] :].to(device), cache, decode, 0.04
+                (q_decode[..., : DEEPSEEK[0]].to(device), q_decode[..., DEEPSEEK[0] :].to(device)), cache, decode, 0.04
             ).cpu(),
         }
 

@@ -114,11 +114,11 @@ def run_latent(ops: RolloutOps, heads: int, dtype: torch.dtype) -> None:
     for batch in (1, 512):  # in splits and whole
         meta = DecodeMetadata(np.full(batch, 8192), lens[:batch], tables[:batch], 64)
         q_latent = torch.empty(batch, heads, latent, dtype=dtype)
-        ops.mla_decode(q_latent, q_rope[0].expand(batch, heads, rope), cache, meta, 0.1)
+        ops.mla_decode((q_latent, q_rope[0].expand(batch, heads, rope)), cache, meta, 0.1)
     q = torch.empty(4096, heads, nope + rope, dtype=dtype)
     prompt = PrefillMetadata(np.array([4096]), np.array([4096]), lens[:2], lens[:1], tables[:1], 64)
     kv_b = torch.empty(heads, nope + value, latent, dtype=dtype)
-    ops.mla_prefill(q[..., :nope], torch.empty(4096, heads, rope, dtype=dtype), kv_b, cache, prompt, 0.1)
+    ops.mla_prefill((q[..., :nope], torch.empty(4096, heads, rope, dtype=dtype)), kv_b, cache, prompt, 0.1)
 
 
 def run_grouped(ops: RolloutOps, heads: int, kv_heads: int, channels: int, dtype: torch.dtype) -> None:

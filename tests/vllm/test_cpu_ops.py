@@ -86,7 +86,7 @@ def attention(
     pages = torch.randn(tables.numel(), block, latent + rope, generator=generator).to(dtype)
     q = torch.randn(len(lens), heads, latent + rope, generator=generator).to(dtype)
     meta = DecodeMetadata(np.array(lens), torch.tensor(lens).int(), tables, block)
-    return table.mla_decode(q[..., :latent], q[..., latent:], (pages,), meta, 0.1)
+    return table.mla_decode((q[..., :latent], q[..., latent:]), (pages,), meta, 0.1)
 
 
 @pytest.mark.parametrize("how", list(TABLES))
@@ -172,14 +172,14 @@ def test_prefill_equals_decode_bit_by_bit(how: str, heads: int, cached: int, len
         new, total = np.array([stop - start]), np.array([cached + stop])
         cu, seen = torch.tensor([0, stop - start]).int(), torch.tensor([cached + stop]).int()
         meta = PrefillMetadata(new, total, cu, seen, tables, 16)
-        return table.mla_prefill(q[start:stop, :, :nope], q[start:stop, :, nope:], kv_b, (pages,), meta, 0.1)
+        return table.mla_prefill((q[start:stop, :, :nope], q[start:stop, :, nope:]), kv_b, (pages,), meta, 0.1)
 
     def decode(index: int) -> Tensor:
         seen = cached + index + 1
         meta = DecodeMetadata(np.array([seen]), torch.tensor([seen]).int(), tables, 16)
         one = q[index : index + 1]
         q_latent = table.head_linear(one[..., :nope], kv_b[:, :nope])
-        attended = table.mla_decode(q_latent, one[..., nope:], (pages,), meta, 0.1)
+        attended = table.mla_decode((q_latent, one[..., nope:]), (pages,), meta, 0.1)
         return table.head_linear(attended, kv_b[:, nope:].transpose(1, 2))
 
     whole = prefill(0, length)
@@ -216,7 +216,7 @@ def test_sequences_with_common_blocks_attend_as_alone(
 
     def attended(part: slice) -> Tensor:
         meta = DecodeMetadata(np.array(lens)[part], torch.tensor(lens)[part].int(), tables_BW[part].contiguous(), block)
-        return table.mla_decode(q[part, :, :latent], q[part, :, latent:], (pages,), meta, 0.1)
+        return table.mla_decode((q[part, :, :latent], q[part, :, latent:]), (pages,), meta, 0.1)
 
     together = attended(slice(None))
     for b in range(len(lens)):

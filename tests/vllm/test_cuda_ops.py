@@ -95,7 +95,7 @@ def test_mla_decode(heads: int, block_size: int, seq_lens: list[int], dtype: tor
     cache = random_latents(num_blocks, block_size, 24, 12, dtype)
     q = torch.randn(len(seq_lens), heads, 36).to(dtype)
     found, expected = (
-        attend(q[..., :24], q[..., 24:], cache, decode_metadata(seq_lens, tables, block_size), 0.3)
+        attend((q[..., :24], q[..., 24:]), cache, decode_metadata(seq_lens, tables, block_size), 0.3)
         for attend in (Attention(launch).mla_decode, mla_decode)
     )
     assert_near(found, expected)
@@ -157,9 +157,9 @@ def test_mla_prefill(
     q = torch.randn(sum(new for new, _ in lens), 3, 22).to(dtype)
     kv_b = (torch.randn(3, 24, 40) / 40**0.5).to(dtype)
     meta, ours = prefill_metadata(lens, tables, block_size), Attention(launch)
-    found = [ours.mla_prefill(q[..., :10], q[..., 10:], kv_b, cache, meta, 0.3) for _ in range(2)]
+    found = [ours.mla_prefill((q[..., :10], q[..., 10:]), kv_b, cache, meta, 0.3) for _ in range(2)]
     meta = prefill_metadata(lens, tables, block_size)
-    expected = REFERENCE.mla_prefill(q[..., :10], q[..., 10:], kv_b, cache, meta, 0.3)
+    expected = REFERENCE.mla_prefill((q[..., :10], q[..., 10:]), kv_b, cache, meta, 0.3)
     for layer in found:
         assert_near(layer, expected)
 
@@ -301,7 +301,7 @@ def test_mla_decode_of_deepseeks_heads(heads: int, dtype: torch.dtype) -> None:
     cache = random_latents(num_blocks, 64, 512, 64, dtype)
     q = (torch.randn(3, heads, 576) / 5).to(dtype)
     found, expected = (
-        attend(q[..., :512], q[..., 512:], cache, decode_metadata(seq_lens, tables, 64), 0.1)
+        attend((q[..., :512], q[..., 512:]), cache, decode_metadata(seq_lens, tables, 64), 0.1)
         for attend in (Attention(launch).mla_decode, mla_decode)
     )
     assert_near(found, expected)

@@ -42,7 +42,7 @@ def test_decode_attends_to_each_sequence_alone(seq_lens: list[int]) -> None:
     lens = np.array(seq_lens)
     meta = DecodeMetadata(lens, torch.tensor(seq_lens, dtype=torch.int32), tables, BLOCK)
     for _ in range(2):  # the second layer of a step reuses the plan
-        out = OPS.mla_decode(q[..., :L], q[..., L:], cache, meta, 0.3)
+        out = OPS.mla_decode((q[..., :L], q[..., L:]), cache, meta, 0.3)
         for i, latent in enumerate(latents):
             expected = (q[i] @ latent.T * 0.3).softmax(-1) @ latent[:, :L]
             torch.testing.assert_close(out[i], expected, atol=1e-5, rtol=1e-5)
@@ -57,7 +57,7 @@ def test_prefill_is_causal_over_context_and_new_tokens(lens: list[tuple[int, int
     cu, totals = torch.from_numpy(cu_query_lens).int(), torch.from_numpy(seq_lens).int()
     meta = PrefillMetadata(query_lens, seq_lens, cu, totals, tables, BLOCK)
     q, kv_b = torch.randn(int(query_lens.sum()), N, P + R), torch.randn(N, P + V, L)
-    out = OPS.mla_prefill(q[..., :P], q[..., P:], kv_b, cache, meta, 0.2)
+    out = OPS.mla_prefill((q[..., :P], q[..., P:]), kv_b, cache, meta, 0.2)
     for i, latent in enumerate(latents):
         expanded = torch.einsum("sl,ncl->snc", latent[:, :L], kv_b)
         keys = torch.cat((expanded[..., :P], latent[:, None, L:].expand(-1, N, -1)), -1)

@@ -25,6 +25,7 @@ from vllm.ops.contract import (
     HeadNorms,
     KVCache,
     PrefillMetadata,
+    Queries,
     RolloutOps,
     RouterSettings,
     SampledTokens,
@@ -103,13 +104,14 @@ def norm_rope_write_kv(
     del kept
 
 
-def mla_decode(q_latent_BNL: Tensor, q_rope_BNR: Tensor, cache: KVCache, meta: DecodeMetadata, scale: float) -> Tensor:
+def mla_decode(q: Queries, cache: KVCache, meta: DecodeMetadata, scale: float) -> Tensor:
+    q_latent_BNL, q_rope_BNR = q
     sizes = (q_latent_BNL.shape[-1], q_rope_BNR.shape[-1])
     if q_latent_BNL.dtype != torch.float32 and sizes == PAGED_SIZES:
         queries = q_latent_BNL.contiguous(), q_rope_BNR.contiguous()
         launched()
         return torch.empty_like(queries[0])
-    q_BND = torch.cat((q_latent_BNL, q_rope_BNR), dim=-1)
+    q_BND = torch.cat(q, dim=-1)
     kv_SD = torch.cat([read_blocks(pages, meta.block_tables.flatten().long()) for pages in cache], dim=-1)
     out_BND = _attended(q_BND)
     del kv_SD
@@ -117,18 +119,12 @@ def mla_decode(q_latent_BNL: Tensor, q_rope_BNR: Tensor, cache: KVCache, meta: D
 
 
 def mla_prefill(
-    attention: CausalAttention,
-    q_nope_TNP: Tensor,
-    q_rope_TNR: Tensor,
-    kv_b_NCL: Tensor,
-    cache: KVCache,
-    meta: PrefillMetadata,
-    scale: float,
+    attention: CausalAttention, q: Queries, kv_b_NCL: Tensor, cache: KVCache, meta: PrefillMetadata, scale: float
 ) -> Tensor:
-    heads, nope = q_nope_TNP.shape[1:]
+    heads, nope = q[0].shape[1:]
     latent_SL, rope_SR = (read_tokens(pages, _context_slots(meta)) for pages in cache)
     expanded_SNC = F.linear(latent_SL, kv_b_NCL.flatten(0, 1)).unflatten(-1, (heads, -1))
-    q_TND = torch.cat((q_nope_TNP, q_rope_TNR), dim=-1)
+    q_TND = torch.cat(q, dim=-1)
     k_SND = torch.cat((expanded_SNC[..., :nope], rope_SR.unsqueeze(1).expand(-1, heads, -1)), dim=-1)
     v_SNV = expanded_SNC[..., nope:]
     v_SND = F.pad(v_SNV, (0, q_TND.shape[-1] - v_SNV.shape[-1]))

@@ -27,6 +27,7 @@ from vllm.ops.contract import (
     HeadNorms,
     KVCache,
     PrefillMetadata,
+    Queries,
     RolloutOps,
     RouterSettings,
     SampledTokens,
@@ -106,13 +107,11 @@ class _Rectangle:
     slots_bS: Tensor  # int64, cache slot of each key; padding repeats the last
 
 
-def mla_prefill(
-    q_nope_TNP: Tensor, q_rope_TNR: Tensor, kv_b_NCL: Tensor, cache: KVCache, meta: PrefillMetadata, scale: float
-) -> Tensor:
+def mla_prefill(q: Queries, kv_b_NCL: Tensor, cache: KVCache, meta: PrefillMetadata, scale: float) -> Tensor:
     (pages,) = cache
-    nope, (_, expanded, latent) = q_nope_TNP.shape[-1], kv_b_NCL.shape
+    nope, (_, expanded, latent) = q[0].shape[-1], kv_b_NCL.shape
     kv_TD = pages.view(-1, pages.shape[-1])
-    q_TND = torch.cat((q_nope_TNP, q_rope_TNR), dim=-1)
+    q_TND = torch.cat(q, dim=-1)
     out_TNV = q_TND.new_empty(*q_TND.shape[:2], expanded - nope)
     for part in _rectangles(meta):
         kv_SD = kv_TD[part.slots_bS.flatten()]

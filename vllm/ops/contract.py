@@ -80,6 +80,11 @@ class PrefillMetadata:
 Angles: TypeAlias = tuple[Tensor, Tensor]
 """cos and sin of the angles at each token's position, fp32 [T, R] each; the second half of R repeats the first."""
 
+Queries: TypeAlias = tuple[Tensor, Tensor]
+"""Queries of latent attention: their channels without position, [T, N, P] or in latent space [T, N, L], and those with
+position, [T, N, R].
+"""
+
 Choices: TypeAlias = tuple[Tensor, Tensor]
 """Each token's experts: their weights, fp32 [T, K], and their ids, int64 [T, K]."""
 
@@ -238,10 +243,10 @@ class RolloutOps:
     norm_rope_write_kv(cache, kv_TD, weight_L, eps, angles: Angles, slots_T) -> None
         Writes rms_norm(kv[t, :L], weight, eps), then rotary_interleaved of kv[t, L:], to the cache's slot slots_T[t] =
         block * block_size + offset (int64, no slot twice). kv may be a strided slice of columns. Tolerances of the two.
-    mla_decode(q_latent_BNL, q_rope_BNR, cache, meta: DecodeMetadata, scale) -> out_BNL
+    mla_decode((q_latent_BNL, q_rope_BNR): Queries, cache, meta: DecodeMetadata, scale) -> out_BNL
         Absorbed form: the sum of latent_s over the sequence, weighted by softmax(scale * (q_latent . latent_s +
         q_rope . rope_s)). 1e-5 (fp32). None: a decode step uses mla_prefill.
-    mla_prefill(q_nope_TNP, q_rope_TNR, kv_b_NCL, cache, meta: PrefillMetadata, scale) -> out_TNV
+    mla_prefill((q_nope_TNP, q_rope_TNR): Queries, kv_b_NCL, cache, meta: PrefillMetadata, scale) -> out_TNV
         Causal attention of packed new tokens over each sequence's whole cached context, in which the new tokens are
         already written. kv_b_NCL, C = P + V, expands a latent into the keys (first P) and values of each head. 1e-5
         (fp32).
@@ -294,8 +299,8 @@ class RolloutOps:
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     rotary_interleaved: Callable[[Tensor, Angles], Tensor]
     norm_rope_write_kv: Callable[[KVCache, Tensor, Tensor, float, Angles, Tensor], None]
-    mla_decode: Callable[[Tensor, Tensor, KVCache, DecodeMetadata, float], Tensor] | None
-    mla_prefill: Callable[[Tensor, Tensor, Tensor, KVCache, PrefillMetadata, float], Tensor]
+    mla_decode: Callable[[Queries, KVCache, DecodeMetadata, float], Tensor] | None
+    mla_prefill: Callable[[Queries, Tensor, KVCache, PrefillMetadata, float], Tensor]
     new_gqa_cache: Callable[[int, int, int, int, torch.dtype, torch.device], KVCache]
     rope_write_gqa: Callable[[KVCache, Tensor, Tensor | None, HeadNorms | None, Angles, Tensor], Tensor]
     gqa_decode: Callable[[Tensor, KVCache, DecodeMetadata, float], Tensor]

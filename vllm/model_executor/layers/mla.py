@@ -85,8 +85,8 @@ class MultiHeadLatentAttention(nn.Module):
         split, parts = context.num_decode_tokens, []
         written()
         if context.decode is not None and ops.mla_decode is None:
-            decode = (q_nope_TNP[:split], q_rope_TNR[:split], kv_b_NCL, cache, context.decode.as_prefill(), self.scale)
-            parts.append(ops.mla_prefill(*decode))
+            queries = q_nope_TNP[:split], q_rope_TNR[:split]
+            parts.append(ops.mla_prefill(queries, kv_b_NCL, cache, context.decode.as_prefill(), self.scale))
         elif context.decode is not None and ops.mla_decode is not None:
             w_uk_NPL, w_uv_NVL = kv_b_NCL.split((hf.qk_nope_head_dim, hf.v_head_dim), dim=1)
             # NPU-ADAPTATION(absorbed-weight-copies): the batched product copies an operand whose matrices do not lie
@@ -95,11 +95,11 @@ class MultiHeadLatentAttention(nn.Module):
                 w_uk_NPL, w_uv_NVL = self.absorbed.tensors
             # NPU-ADAPTATION END
             q_latent_BNL = ops.head_linear(q_nope_TNP[:split], w_uk_NPL)
-            out_BNL = ops.mla_decode(q_latent_BNL, q_rope_TNR[:split], cache, context.decode, self.scale)
+            out_BNL = ops.mla_decode((q_latent_BNL, q_rope_TNR[:split]), cache, context.decode, self.scale)
             parts.append(ops.head_linear(out_BNL, w_uv_NVL.transpose(1, 2)))
         if context.prefill is not None:
-            prefill = (q_nope_TNP[split:], q_rope_TNR[split:], kv_b_NCL, cache, context.prefill, self.scale)
-            parts.append(ops.mla_prefill(*prefill))
+            queries = q_nope_TNP[split:], q_rope_TNR[split:]
+            parts.append(ops.mla_prefill(queries, kv_b_NCL, cache, context.prefill, self.scale))
         out_TNV = parts[0] if len(parts) == 1 else torch.cat(parts)
         return self.o_proj(out_TNV.reshape(len(q_T), -1), reduce)
 
