@@ -234,7 +234,7 @@ def experts(new: Maker, size: Sizes, tokens: int | None = None, first: int = 2, 
     """The weights in the memory order that the contract says."""
 
     def run(ops: RolloutOps, x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        return ops.fused_experts(x, w13.transpose(1, 2), w2.transpose(1, 2), (weights, ids), first)
+        return ops.fused_experts(x, (w13.transpose(1, 2), w2.transpose(1, 2)), (weights, ids), first)
 
     tokens = size.tokens if tokens is None else tokens
     w13 = new.floats(size.local_experts, size.hidden, 2 * size.width) / 4

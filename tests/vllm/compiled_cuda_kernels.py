@@ -143,7 +143,7 @@ def run_others(ops: RolloutOps, hidden: int, width: int, experts: int, dtype: to
     for scoring, bias in (("sigmoid", torch.empty(experts)), ("softmax", None)):
         weights, ids = ops.topk_router(torch.empty(64, experts), bias, RouterSettings(8, 8, 4, True, 2.5, scoring))
     w13, w2 = torch.empty(8, 2 * width, hidden, dtype=dtype), torch.empty(8, hidden, width, dtype=dtype)
-    ops.fused_experts(x, w13, w2, (weights, ids), 0)
+    ops.fused_experts(x, (w13, w2), (weights, ids), 0)
     keys = torch.empty(64, 2, dtype=torch.int32), torch.empty(129280, dtype=torch.int32)
     ops.sample(torch.empty(64, 129280), SamplingBatch(torch.empty(64), *keys, None, None, None, True, True))
 
@@ -162,7 +162,7 @@ def run_fp8(ops: RolloutOps, hidden: int, width: int, latents: int) -> None:
         x = torch.empty(tokens, hidden, dtype=torch.bfloat16)
         ops.linear(x, held_in_fp8(latents, hidden))
         ids, weights = torch.empty(tokens, 8, dtype=torch.int64), torch.empty(tokens, 8)
-        ops.fused_experts(x, held_in_fp8(32, 2 * width, hidden), held_in_fp8(32, hidden, width), (weights, ids), 0)
+        ops.fused_experts(x, (held_in_fp8(32, 2 * width, hidden), held_in_fp8(32, hidden, width)), (weights, ids), 0)
 
 
 def cases(multiplies_fp8: bool) -> Iterator[tuple[str, Callable[[RolloutOps], None]]]:

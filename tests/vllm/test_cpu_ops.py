@@ -113,7 +113,7 @@ def rows_of(ops: RolloutOps, dtype: torch.dtype, rows: slice) -> list[Tensor]:
     return [
         ops.linear(x[rows], weight),
         ops.rms_norm(x[rows], weight[0].contiguous(), 1e-6),
-        ops.fused_experts(x[rows], w13, w2, routed, 0),
+        ops.fused_experts(x[rows], (w13, w2), routed, 0),
         ops.head_linear(q[rows][..., :12], kv_b[:, :12]),
     ]
 

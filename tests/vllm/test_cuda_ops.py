@@ -266,9 +266,9 @@ def test_fused_experts(
     x, weights = torch.randn(tokens, hidden).to(dtype), torch.rand(tokens, 3)
     w13 = torch.randn(local, hidden, 2 * width).to(dtype).transpose(1, 2)
     w2 = torch.randn(local, width, hidden).to(dtype).transpose(1, 2)
-    found = EXPERTS.fused_experts(x, w13, w2, (weights, ids), first)
-    assert_near(found, REFERENCE.fused_experts(x, w13, w2, (weights, ids), first))
-    empty = EXPERTS.fused_experts(x[:0], w13, w2, (weights[:0], ids[:0]), first)
+    found = EXPERTS.fused_experts(x, (w13, w2), (weights, ids), first)
+    assert_near(found, REFERENCE.fused_experts(x, (w13, w2), (weights, ids), first))
+    empty = EXPERTS.fused_experts(x[:0], (w13, w2), (weights[:0], ids[:0]), first)
     assert empty.shape == (0, hidden)
 
 
@@ -315,5 +315,5 @@ def test_exchanged_experts_of_one_rank(dtype: torch.dtype) -> None:
     w2 = torch.randn(4, 16, 24).to(dtype).transpose(1, 2)
     alone = GroupCoordinator(0, 1, None)
     tables = cuda_table(launch), REFERENCE
-    found, expected = (ops.exchanged_experts(x, w13, w2, (weights, ids), 4, alone)[:4] for ops in tables)
+    found, expected = (ops.exchanged_experts(x, (w13, w2), (weights, ids), 4, alone)[:4] for ops in tables)
     assert_near(found, expected)

@@ -115,8 +115,8 @@ def test_experts_add_only_what_this_rank_holds(first: int) -> None:
             if 0 <= e < local:
                 gate, up = (w13[e] @ x[t]).chunk(2)
                 expected[t] += weights[t, k] * (w2[e] @ (torch.nn.functional.silu(gate) * up))
-    torch.testing.assert_close(OPS.fused_experts(x, w13, w2, (weights, ids), first), expected, atol=1e-4, rtol=1e-4)
-    assert OPS.fused_experts(x[:0], w13, w2, (weights[:0], ids[:0]), first).shape == (0, hidden)
+    torch.testing.assert_close(OPS.fused_experts(x, (w13, w2), (weights, ids), first), expected, atol=1e-4, rtol=1e-4)
+    assert OPS.fused_experts(x[:0], (w13, w2), (weights[:0], ids[:0]), first).shape == (0, hidden)
 
 
 def test_router_bias_selects_but_does_not_weigh() -> None:

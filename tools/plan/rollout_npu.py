@@ -22,6 +22,7 @@ from vllm.ops.contract import (
     Angles,
     Choices,
     DecodeMetadata,
+    ExpertMatrices,
     HeadNorms,
     KVCache,
     PrefillMetadata,
@@ -186,8 +187,9 @@ def topk_router(logits_TE: Tensor, bias_E: Tensor | None, routing: RouterSetting
     return (weights_TK if routing.normalize else logits_TE.gather(1, ids_TK).sigmoid() * routing.scaling), ids_TK
 
 
-def fused_experts(x_TH: Tensor, w13_E2FH: Tensor, w2_EHF: Tensor, choices: Choices, first_expert: int) -> Tensor:
+def fused_experts(x_TH: Tensor, matrices: ExpertMatrices, choices: Choices, first_expert: int) -> Tensor:
     """The rows of all choices are allocated, those of other ranks' experts too."""
+    w13_E2FH, w2_EHF = matrices
     weights_TK, ids_TK = choices
     if len(x_TH) == 0:
         return torch.zeros_like(x_TH)
@@ -207,9 +209,10 @@ def fused_experts(x_TH: Tensor, w13_E2FH: Tensor, w2_EHF: Tensor, choices: Choic
 
 
 def kernel_exchanged_experts(
-    x_TH: Tensor, w13_E2FH: Tensor, w2_EHF: Tensor, choices: Choices, num_ranks: int, on_exchange: OnExchange
+    x_TH: Tensor, matrices: ExpertMatrices, choices: Choices, num_ranks: int, on_exchange: OnExchange
 ) -> Tensor:
     """The experts by the dispatch and combine kernels; `on_exchange` gets the kernel."""
+    w13_E2FH, w2_EHF = matrices
     weights_TK, ids_TK = choices
     weights_TK, ids_TK = weights_TK.float(), torch.empty_like(ids_TK, dtype=torch.int32, device=x_TH.device)
     capacity = len(x_TH) * num_ranks * min(len(w13_E2FH), ids_TK.shape[1])

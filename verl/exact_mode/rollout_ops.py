@@ -24,6 +24,7 @@ from vllm.ops.contract import (
     Angles,
     Choices,
     DecodeMetadata,
+    ExpertMatrices,
     HeadNorms,
     KVCache,
     PrefillMetadata,
@@ -177,7 +178,8 @@ def topk_router(logits_TE: Tensor, bias_E: Tensor | None, routing: RouterSetting
     return weights_TK * scaling, ids_TK
 
 
-def fused_experts(x_TH: Tensor, w13_E2FH: Tensor, w2_EHF: Tensor, choices: Choices, first_expert: int) -> Tensor:
+def fused_experts(x_TH: Tensor, matrices: ExpertMatrices, choices: Choices, first_expert: int) -> Tensor:
+    w13_E2FH, w2_EHF = matrices
     weights_TK, ids_TK = choices
     top_k = ids_TK.shape[1]
     experts_S = ids_TK.flatten() - first_expert
@@ -191,15 +193,14 @@ def fused_experts(x_TH: Tensor, w13_E2FH: Tensor, w2_EHF: Tensor, choices: Choic
 
 
 def exchanged_experts(
-    x_TH: Tensor, w13_E2FH: Tensor, w2_EHF: Tensor, choices: Choices, num_active: int, group: GroupCoordinator
+    x_TH: Tensor, matrices: ExpertMatrices, choices: Choices, num_active: int, group: GroupCoordinator
 ) -> Tensor:
     """Send every choice as a token with one expert; the sending rank weights its rows and adds them up."""
     weights_TK, ids_TK = choices
     top_k = ids_TK.shape[1]
     rows_SH = all_to_all_experts(
         x_TH.repeat_interleave(top_k, dim=0),
-        w13_E2FH,
-        w2_EHF,
+        matrices,
         (weights_TK.new_ones(weights_TK.numel(), 1), ids_TK.reshape(-1, 1)),
         num_active * top_k,
         group,

@@ -88,7 +88,10 @@ position, [T, N, R].
 Choices: TypeAlias = tuple[Tensor, Tensor]
 """Each token's experts: their weights, fp32 [T, K], and their ids, int64 [T, K]."""
 
-FusedExperts: TypeAlias = Callable[[Tensor, Any, Any, Choices, int], Tensor]
+ExpertMatrices: TypeAlias = tuple[Any, Any]
+"""w13 [E, 2F, H] and w2 [E, H, F] of the experts of a rank, weights of the table that takes them."""
+
+FusedExperts: TypeAlias = Callable[[Tensor, ExpertMatrices, Choices, int], Tensor]
 """See `RolloutOps.fused_experts`."""
 
 
@@ -269,11 +272,11 @@ class RolloutOps:
         "softmax" (DeepSeek-V2, arXiv:2405.04434 sec. 2.1.2): scores = softmax(logits), a group is ranked by its best
         expert. weights = scores of the chosen experts, divided by their sum (+1e-20) if normalize, times scaling. bias
         None is 0. The order of the K choices is free.
-    fused_experts(x_TH, w13_E2FH, w2_EHF, choices: Choices, first_expert) -> [T, H]
-        weights, ids = choices; sum_k weights[t,k] * w2[e] silu_and_mul(w13[e] x[t]) over the chosen experts that this
-        rank holds, e = ids[t,k] - first_expert in [0, E); the other ranks' experts add nothing. w13 holds gate rows,
-        then up rows: a packed one has two parts. T may be 0.
-    exchanged_experts(x_TH, w13_E2FH, w2_EHF, choices: Choices, num_active, group) -> [T, H]
+    fused_experts(x_TH, matrices: ExpertMatrices, choices: Choices, first_expert) -> [T, H]
+        With w13, w2 = matrices and weights, ids = choices: sum_k weights[t,k] * w2[e] silu_and_mul(w13[e] x[t]) over
+        the chosen experts that this rank holds, e = ids[t,k] - first_expert in [0, E); the other ranks' experts add
+        nothing. w13 holds gate rows, then up rows: a packed one has two parts. T may be 0.
+    exchanged_experts(x_TH, matrices: ExpertMatrices, choices: Choices, num_active, group) -> [T, H]
         fused_experts over the experts of all ranks of the group: each token is sent to the ranks that hold its chosen
         experts and its results are sent back. Rank r of the group holds experts [r E, (r + 1) E). Collective: every
         rank calls it with the same T >= 1 and its own num_active in [0, T]; rows from num_active on are padding, which
@@ -307,7 +310,7 @@ class RolloutOps:
     gqa_prefill: Callable[[Tensor, KVCache, PrefillMetadata, float], Tensor]
     topk_router: Callable[[Tensor, Tensor | None, RouterSettings], Choices]
     fused_experts: FusedExperts
-    exchanged_experts: Callable[[Tensor, Any, Any, Choices, int, GroupCoordinator], Tensor]
+    exchanged_experts: Callable[[Tensor, ExpertMatrices, Choices, int, GroupCoordinator], Tensor]
     silu_and_mul: Callable[[Tensor], Tensor]
     sample: Callable[[Tensor, SamplingBatch], SampledTokens]
     implementations: dict[str, str]

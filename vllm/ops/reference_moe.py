@@ -6,14 +6,13 @@ Letters: T tokens of this rank, S its choices (token and expert), A choices that
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from vllm.distributed.parallel_state import GroupCoordinator
-from vllm.ops.contract import Choices, FusedExperts, RouterSettings
+from vllm.ops.contract import Choices, ExpertMatrices, FusedExperts, RouterSettings
 
 
 def silu_and_mul(x_T2F: Tensor) -> Tensor:
@@ -40,7 +39,8 @@ def topk_router(logits_TE: Tensor, bias_E: Tensor | None, routing: RouterSetting
     return weights_TK * scaling, ids_TK
 
 
-def fused_experts(x_TH: Tensor, w13_E2FH: Tensor, w2_EHF: Tensor, choices: Choices, first_expert: int) -> Tensor:
+def fused_experts(x_TH: Tensor, matrices: ExpertMatrices, choices: Choices, first_expert: int) -> Tensor:
+    w13_E2FH, w2_EHF = matrices
     weights_TK, ids_TK = choices
     num_experts, top_k = len(w13_E2FH), ids_TK.shape[1]
     out_TH = torch.zeros_like(x_TH)
@@ -77,8 +77,7 @@ def _segment_products(x_SI: Tensor, weights_EOI: Tensor, counts: list[int], out_
 
 def all_to_all_experts(
     x_TH: Tensor,
-    w13_E2FH: Any,
-    w2_EHF: Any,
+    matrices: ExpertMatrices,
     choices: Choices,
     num_active: int,
     group: GroupCoordinator,
@@ -88,7 +87,7 @@ def all_to_all_experts(
     how many choices go where.
     """
     weights_TK, ids_TK = choices
-    num_here, top_k = len(w13_E2FH), ids_TK.shape[1]
+    num_here, top_k = len(matrices[0]), ids_TK.shape[1]
     ids_S = ids_TK[:num_active].reshape(-1)
     order_S = ids_S.float().argsort(stable=True)  # by expert, and so by rank; accelerators do not sort integers
     sent_G = torch.bincount(ids_S // num_here, minlength=group.world_size)
@@ -97,7 +96,7 @@ def all_to_all_experts(
     rows_AH = group.all_to_all(x_TH.index_select(0, tokens_S), *counts_2G)
     ids_A1 = group.all_to_all(ids_S[order_S], *counts_2G).unsqueeze(1)
     chosen_A1 = weights_TK.new_ones(len(rows_AH), 1), ids_A1
-    done_AH = experts(rows_AH, w13_E2FH, w2_EHF, chosen_A1, group.rank_in_group * num_here)
+    done_AH = experts(rows_AH, matrices, chosen_A1, group.rank_in_group * num_here)
     done_SH = group.all_to_all(done_AH, *reversed(counts_2G))
     weights_S = weights_TK[:num_active].reshape(-1).index_select(0, order_S)
     done_SH = done_SH * weights_S.unsqueeze(1).to(done_SH.dtype)

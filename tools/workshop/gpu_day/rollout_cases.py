@@ -45,7 +45,7 @@ def experts_of_one_rank(new: Maker, size: Sizes) -> Call:
 
     def run(ops: RolloutOps, x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         alone = GroupCoordinator(0, 1, None)
-        return ops.exchanged_experts(x, w13.transpose(1, 2), w2.transpose(1, 2), (weights, ids), len(x), alone)
+        return ops.exchanged_experts(x, (w13.transpose(1, 2), w2.transpose(1, 2)), (weights, ids), len(x), alone)
 
     w13 = new.floats(size.experts, size.hidden, 2 * size.width) / 4
     w2 = new.floats(size.experts, size.width, size.hidden) / 4

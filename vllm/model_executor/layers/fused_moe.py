@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.token_share import TokenShare
 from vllm.model_executor.model_loader.weight_view import WeightView, empty_view, view_of, whole_view
-from vllm.ops.contract import Choices, KVCache, RolloutOps, RouterSettings, RunBeside, run_when_asked
+from vllm.ops.contract import Choices, ExpertMatrices, KVCache, RolloutOps, RouterSettings, RunBeside, run_when_asked
 from vllm.transformers_utils.config import HFConfig
 
 
@@ -155,16 +155,16 @@ class FusedMoE(nn.Module):
         choices = self._route(x_SH)
         if context.routed_experts is not None:
             context.routed_experts.append(share.gather(choices[1]))
-        return self.ops.exchanged_experts(x_SH, *self._operands(), choices, share.num_active, self.parallel.exchange)
+        return self.ops.exchanged_experts(x_SH, self._operands(), choices, share.num_active, self.parallel.exchange)
 
     def _routed(self, x_TH: Tensor, context: ForwardContext, own: slice) -> Tensor:
         """This rank's experts on all of x; `own` are the rows of this replica."""
         choices = self._route(x_TH)
         if context.routed_experts is not None:
             context.routed_experts.append(choices[1][own])
-        return self.ops.fused_experts(x_TH, *self._operands(), choices, self.first_expert)
+        return self.ops.fused_experts(x_TH, self._operands(), choices, self.first_expert)
 
-    def _operands(self) -> tuple[Any, Any]:
+    def _operands(self) -> ExpertMatrices:
         return self.ops.operand(self.w13), self.ops.operand(self.w2)
 
     def _route(self, x_TH: Tensor) -> Choices:

@@ -9,11 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.ops.contract import Choices, RouterSettings
+from vllm.ops.contract import Choices, ExpertMatrices, RouterSettings
 from vllm.ops.cpu.calls import KernelCalls
 from vllm.ops.cpu.compressed import CompressedWeight
 from vllm.ops.cpu.panels import PanelWeight
-from vllm.ops.weights import Weight
 from vllm.utils import last_contiguous
 
 
@@ -33,9 +32,8 @@ class ExpertOps:
         self._calls.run("cpu_topk_router", logits_TE, bias_E, *logits_TE.shape, *how, weights_TK, ids_TK)
         return weights_TK, ids_TK
 
-    def fused_experts(
-        self, x_TH: Tensor, w13_E2FH: Weight, w2_EHF: Weight, choices: Choices, first_expert: int
-    ) -> Tensor:
+    def fused_experts(self, x_TH: Tensor, matrices: ExpertMatrices, choices: Choices, first_expert: int) -> Tensor:
+        w13_E2FH, w2_EHF = matrices
         weights_TK, ids_TK = choices
         out_TH = self._calls.empty(x_TH, *x_TH.shape)
         if len(x_TH) == 0:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm.ops.contract import Choices, RouterSettings
+from vllm.ops.contract import Choices, ExpertMatrices, RouterSettings
 from vllm.ops.cuda.fp8 import Fp8Products
 from vllm.ops.cuda.launch import Launch, tile_for
 from vllm.ops.cuda.rows import RowOps
@@ -55,27 +55,19 @@ class ExpertOps:
         )
         return weights_TK, ids_TK
 
-    def fused_experts(
-        self,
-        x_TH: Tensor,
-        w13_E2FH: Tensor | Fp8Operand,
-        w2_EHF: Tensor | Fp8Operand,
-        choices: Choices,
-        first_expert: int,
-    ) -> Tensor:
+    def fused_experts(self, x_TH: Tensor, matrices: ExpertMatrices, choices: Choices, first_expert: int) -> Tensor:
         weights_TK, ids_TK = choices
         out_TH = x_TH.new_empty(x_TH.shape)
         most_tokens = max(1, _MOST_CHOICES // ids_TK.shape[1])
         for start in range(0, len(x_TH), most_tokens):
             part = slice(start, start + most_tokens)
             chosen = weights_TK[part].contiguous(), ids_TK[part] - first_expert
-            self._write_experts(x_TH[part], w13_E2FH, w2_EHF, chosen, out_TH[part])
+            self._write_experts(x_TH[part], matrices, chosen, out_TH[part])
         return out_TH
 
-    def _write_experts(
-        self, x_TH: Tensor, w13_E2FH: Tensor | Fp8Operand, w2_EHF: Tensor | Fp8Operand, choices: Choices, out_TH: Tensor
-    ) -> None:
+    def _write_experts(self, x_TH: Tensor, matrices: ExpertMatrices, choices: Choices, out_TH: Tensor) -> None:
         """`fused_experts` of a few tokens; ids count from this rank's first expert."""
+        w13_E2FH, w2_EHF = matrices
         weights_TK, ids_TK = choices
         num_experts, (tokens, hidden) = len(w13_E2FH), x_TH.shape
         is_elsewhere_TK = (ids_TK < 0) | (ids_TK >= num_experts)
