@@ -30,12 +30,17 @@ class DecodeGroup:
 
 @dataclass
 class PrefillGroup:
-    tokens: (
-        Tensor  # int64 [b * Q] index of each padded query among the step's new tokens (padding repeats the last one)
-    )
+    tokens: Tensor  # int64 [b * Q], each padded query among the step's new tokens; padding repeats the last one
     keep: Tensor | None  # int64 indices into b * Q of the real queries, None = all
     blocks: Tensor  # [b, n]
     mask: Tensor  # [b, 1, Q, S] 0 or -inf
+
+    def write(self, out: Tensor, results: Tensor) -> None:
+        """Write the results of the padded queries, [b * Q, ...], to their tokens' rows of `out`."""
+        if self.keep is None:
+            out[self.tokens] = results
+        else:
+            out[self.tokens[self.keep]] = results[self.keep]
 
 
 def split_by_cost(costs: np.ndarray) -> list[np.ndarray]:
@@ -131,11 +136,8 @@ def mla_prefill(q: Queries, kv_b_NCL: Tensor, cache: KVCache, meta: PrefillMetad
         num_queries = len(group.tokens) // len(group.blocks)
         is_absorbed = num_queries * (2 * latent - expanded) <= latent * expanded
         attend = _prefill_absorbed if is_absorbed else _prefill_expanded
-        out = attend(q_nope_TNP[group.tokens], q_rope_TNR[group.tokens], kv_b_NCL, kv_bSD, group.mask, scale)
-        if group.keep is None:
-            out_TNV[group.tokens] = out
-        else:
-            out_TNV[group.tokens[group.keep]] = out[group.keep]
+        queries = q_nope_TNP[group.tokens], q_rope_TNR[group.tokens]
+        group.write(out_TNV, attend(*queries, kv_b_NCL, kv_bSD, group.mask, scale))
     return out_TNV
 
 

@@ -84,11 +84,7 @@ def gqa_prefill(q_TND: Tensor, cache: KVCache, meta: PrefillMetadata, scale: flo
         scores = scores.add_(group.mask[:, None])
         weights = scores.softmax(dim=-1, dtype=torch.float32).to(pages.dtype)
         out_bGMQD = torch.matmul(weights.flatten(2, 3), v_bGSD).view(q_bGMQD.shape)
-        out = out_bGMQD.permute(0, 3, 1, 2, 4).reshape(-1, *q_TND.shape[1:])
-        if group.keep is None:
-            out_TND[group.tokens] = out
-        else:
-            out_TND[group.tokens[group.keep]] = out[group.keep]
+        group.write(out_TND, out_bGMQD.permute(0, 3, 1, 2, 4).reshape(-1, *q_TND.shape[1:]))
     return out_TND
 
 

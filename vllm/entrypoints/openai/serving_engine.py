@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from fastapi import Request
@@ -25,7 +25,6 @@ from vllm.entrypoints.openai.metrics import ServerMetrics
 from vllm.entrypoints.openai.protocol import (
     Choice,
     GenerationRequest,
-    PromptLogprob,
     PromptLogprobs,
     PromptTokensDetails,
     UsageInfo,
@@ -279,12 +278,7 @@ def prompt_logprobs(body: GenerationRequest, output: RequestOutput) -> PromptLog
     if body.prompt_logprobs is None or output.prompt_logprobs is None:
         return None
     return [
-        None
-        if position is None
-        else {
-            token: PromptLogprob(logprob=finite(one.logprob), rank=one.rank, decoded_token=one.decoded_token)
-            for token, one in position.items()
-        }
+        position and {token: replace(one, logprob=finite(one.logprob)) for token, one in position.items()}
         for position in output.prompt_logprobs
     ]
 

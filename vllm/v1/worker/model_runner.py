@@ -109,12 +109,8 @@ class ModelRunner:
     def _prefill(self, inputs: StepInputs) -> PrefillMetadata | None:
         if inputs.num_decode == len(inputs.rows_B):
             return None
-        prefilling = slice(inputs.num_decode, None)
-        rows, seq_lens, query_lens = (
-            inputs.rows_B[prefilling],
-            inputs.seq_lens_B[prefilling],
-            inputs.query_lens_B[prefilling],
-        )
+        columns = inputs.rows_B, inputs.seq_lens_B, inputs.query_lens_B
+        rows, seq_lens, query_lens = (column[inputs.num_decode :] for column in columns)
         cu_query_lens = np.concatenate(([0], np.cumsum(query_lens))).astype(np.int32)
         return PrefillMetadata(
             query_lens,
