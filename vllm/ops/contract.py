@@ -161,9 +161,8 @@ NOT_FINITE = -1
 class SampledTokens:
     """Result of `RolloutOps.sample` for B rows."""
 
-    token_ids_B: (
-        Tensor  # int64; NOT_FINITE where a given logit is NaN or infinite: one transfer brings both to the host
-    )
+    # int64; NOT_FINITE where a given logit is NaN or infinite: one transfer brings both to the host
+    token_ids_B: Tensor
     # fp32, the token's, by the batch's logprobs_mode; a greedy row counts as temperature 1. NaN where the logits are
     # not finite, as given or after the row's own edits and temperature.
     logprobs_B: Tensor
@@ -366,6 +365,12 @@ class RolloutOps:
         """Names of the ops: the fields before `implementations`."""
         names = [field.name for field in fields(cls)]
         return set(names[: names.index("implementations")])
+
+
+def entries_of(*owners: object) -> dict[str, Any]:
+    """Name -> the entry of a table that is a method of one of `owners`."""
+    names = RolloutOps.entries()
+    return {name: getattr(owner, name) for owner in owners for name in names if hasattr(owner, name)}
 
 
 _PROVIDER = "'module:function', e.g. 'vllm.ops.reference:rollout_ops'"

@@ -55,10 +55,12 @@ def norm_rope_write_kv(
     latent_pages, rope_pages = (
         pages.view(len(pages), -1, 1, channels) for pages, channels in zip(cache, ONE_KERNEL_SIZES, strict=True)
     )
+    cos_T11R, sin_T11R = (part_TR.to(kv_TD.dtype)[:, None, None, :] for part_TR in angles)
     torch_npu.npu_kv_rmsnorm_rope_cache(
         kv_TD[:, None, None, :].contiguous(),  # [batch, 1, sequence, D] with one token in each sequence
         weight_L,
-        *(part_TR.to(kv_TD.dtype)[:, None, None, :] for part_TR in angles),
+        cos_T11R,
+        sin_T11R,
         slots_T,
         rope_pages,
         latent_pages,

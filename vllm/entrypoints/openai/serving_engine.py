@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from fastapi import Request
@@ -43,11 +43,7 @@ Result = TypeVar("Result")
 Body = TypeVar("Body", bound=GenerationRequest)
 
 # Fields of a request that are fields of SamplingParams, by the same name.
-SAMPLING_FIELDS = (
-    "n", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
-    "logit_bias", "bad_words", "allowed_token_ids", "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos",
-    "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "prompt_logprobs",
-)  # fmt: skip
+SAMPLING_FIELDS = {one.name for one in fields(SamplingParams)} & GenerationRequest.model_fields.keys() - {"max_tokens"}
 LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have
 
 

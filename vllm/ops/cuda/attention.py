@@ -8,7 +8,7 @@ bfloat16 or float16, one dtype of queries and cache; float32 multiplies without 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ class Attention:
 
     def gqa_decode(self, q_BND: Tensor, cache: KVCache, meta: DecodeMetadata, scale: float) -> Tensor:
         (pages,) = cache
-        return self._decode(q_BND, None, pages, pages.shape[3], meta.block_tables, meta.seq_lens, scale)
+        return self._decode([q_BND], pages, pages.shape[3], meta.block_tables, meta.seq_lens, scale)
 
     def gqa_prefill(self, q_TND: Tensor, cache: KVCache, meta: PrefillMetadata, scale: float) -> Tensor:
         (pages,) = cache
@@ -90,25 +90,17 @@ class Attention:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _decode_latent(self, q: Queries, cache: KVCache, tables_BW: Tensor, lens_B: Tensor, scale: float) -> Tensor:
-        q_latent_BNL, q_rope_BNR = q
         (pages,) = cache
-        return self._decode(q_latent_BNL, last_contiguous(q_rope_BNR), pages, 1, tables_BW, lens_B, scale)
+        return self._decode(q, pages, 1, tables_BW, lens_B, scale)
 
     def _decode(
-        self,
-        q_BND: Tensor,
-        q_rope_BNR: Tensor | None,
-        pages: Tensor,
-        groups: int,
-        tables_BW: Tensor,
-        lens_B: Tensor,
-        scale: float,
+        self, q: Sequence[Tensor], pages: Tensor, groups: int, tables_BW: Tensor, lens_B: Tensor, scale: float
     ) -> Tensor:
         """Without rope channels, the pages hold keys and values [2, groups, D] of a token, else latent and rope."""
-        q_BND = last_contiguous(q_BND)
+        q_BND, *rotated = map(last_contiguous, q)
         assert q_BND.dtype is pages.dtype, (q_BND.dtype, pages.dtype)
         batch, heads, channels = q_BND.shape
-        rope = 0 if q_rope_BNR is None else q_rope_BNR.shape[2]
+        q_rope, rope = (rotated[0], rotated[0].shape[2]) if rotated else (q_BND, 0)
         block_size, sharing, is_float32 = pages.shape[1], heads // groups, pages.dtype is torch.float32
         tile_H = min(tile_for(sharing, _LEAST_TILE), _LEAST_TILE if is_float32 else 64)
         tile_D = tile_for(channels, _LEAST_TILE)
@@ -120,7 +112,6 @@ class Attention:
         if num_splits > 1:
             parts = out_BND.new_empty(batch, heads, num_splits, channels, dtype=torch.float32)
             log_sums = parts.new_empty(batch, heads, num_splits)
-        q_rope = q_BND if q_rope_BNR is None else q_rope_BNR
         self._launch(
             "decode_attention",
             (programs * num_splits,),
