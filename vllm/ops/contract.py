@@ -11,7 +11,7 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -45,14 +45,9 @@ class DecodeMetadata:
         prefill: PrefillMetadata | None = self.scratch.get("as_prefill")
         if prefill is None:
             cu_query_lens = torch.arange(len(self.seq_lens_host) + 1, dtype=torch.int32, device=self.seq_lens.device)
-            prefill = self.scratch["as_prefill"] = PrefillMetadata(
-                np.ones_like(self.seq_lens_host),
-                self.seq_lens_host,
-                cu_query_lens,
-                self.seq_lens,
-                self.block_tables,
-                self.block_size,
-            )
+            lens, on_device = self.seq_lens_host, (cu_query_lens, self.seq_lens, self.block_tables)
+            prefill = PrefillMetadata(np.ones_like(lens), lens, *on_device, self.block_size)
+            self.scratch["as_prefill"] = prefill
         return prefill
 
 
@@ -171,14 +166,12 @@ class SampledTokens:
     top_logprobs_BK: Tensor | None = None  # fp32, -inf for tokens that processed_logprobs excludes
 
 
-class RunBeside(Protocol):
-    """Starts work that nothing needs before its result is asked for; what follows may run at the same time."""
+RunBeside: TypeAlias = Callable[[Callable[[], Any]], Callable[[], Any]]
+"""Starts work that nothing needs before its result is asked for; what follows may run at the same time.
 
-    def __call__(self, work: Callable[[], Any]) -> Callable[[], Any]:
-        """Start `work`; return the function that waits for it and returns its result, to be called once.
-
-        Until that call the caller keeps what `work` reads, and writes nothing of it.
-        """
+It returns the function that waits for the work and returns its result, to be called once. Until that call the caller
+keeps what the work reads, and writes nothing of it.
+"""
 
 
 def run_at_once(work: Callable[[], Any]) -> Callable[[], Any]:

@@ -58,19 +58,8 @@ class GroupedQueryOps:
         weights = (None, None, 0.0) if norms is None else (norms.q_weight_D, norms.k_weight_D, float(norms.eps))
         added = None if bias_MD is None else bias_MD.contiguous()
         turns = *(part_TR.contiguous() for part_TR in angles), angles[0].shape[1]
-        self._calls.run(
-            "cpu_rope_write_gqa",
-            mode,
-            pages,
-            qkv_TMD,
-            qkv_TMD.stride(0),
-            *sizes,
-            added,
-            *weights,
-            *turns,
-            slots_T,
-            q_TND,
-        )
+        qkv = pages, qkv_TMD, qkv_TMD.stride(0)
+        self._calls.run("cpu_rope_write_gqa", mode, *qkv, *sizes, added, *weights, *turns, slots_T, q_TND)
         return q_TND
 
     def gqa_decode(self, q_BND: Tensor, cache: KVCache, meta: DecodeMetadata, scale: float) -> Tensor:

@@ -38,7 +38,7 @@ class Attention:
         self._launch = launch
 
     def mla_decode(self, q: Queries, cache: KVCache, meta: DecodeMetadata, scale: float) -> Tensor:
-        return self._decode_latent(q, cache, meta.block_tables, meta.seq_lens, scale)
+        return self._decode(q, cache[0], 1, meta.block_tables, meta.seq_lens, scale)
 
     def gqa_decode(self, q_BND: Tensor, cache: KVCache, meta: DecodeMetadata, scale: float) -> Tensor:
         (pages,) = cache
@@ -85,13 +85,9 @@ class Attention:
             part = slice(start, start + _LATENT_TOKENS)
             q_latent_TNL = head_linear(q_nope_TNP[part], w_uk_NPL)
             seen = tables_TW[part], visible_T[part]
-            attended_TNL = self._decode_latent((q_latent_TNL, q_rope_TNR[part]), cache, *seen, scale)
+            attended_TNL = self._decode((q_latent_TNL, q_rope_TNR[part]), cache[0], 1, *seen, scale)
             parts.append(head_linear(attended_TNL, w_uv_NLV))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _decode_latent(self, q: Queries, cache: KVCache, tables_BW: Tensor, lens_B: Tensor, scale: float) -> Tensor:
-        (pages,) = cache
-        return self._decode(q, pages, 1, tables_BW, lens_B, scale)
 
     def _decode(
         self, q: Sequence[Tensor], pages: Tensor, groups: int, tables_BW: Tensor, lens_B: Tensor, scale: float

@@ -165,12 +165,8 @@ class DecodeGraphs:
         return [tensor.data_ptr() for tensor in self._freed_by_sleep()]
 
     def _run_and_capture(self, size: int, caches: list[KVCache]) -> Tensor:
-        decode = DecodeMetadata(
-            self._host_seq_lens_S[:size],
-            self._seq_lens_S.buffer[:size],
-            self._tables_SW.buffer[:size],
-            self._block_size,
-        )
+        lens_S, tables_SW = self._seq_lens_S.buffer[:size], self._tables_SW.buffer[:size]
+        decode = DecodeMetadata(self._host_seq_lens_S[:size], lens_S, tables_SW, self._block_size)
         context = ForwardContext(
             num_tokens=size,
             num_decode_tokens=size,

@@ -112,14 +112,8 @@ class ModelRunner:
         columns = inputs.rows_B, inputs.seq_lens_B, inputs.query_lens_B
         rows, seq_lens, query_lens = (column[inputs.num_decode :] for column in columns)
         cu_query_lens = np.concatenate(([0], np.cumsum(query_lens))).astype(np.int32)
-        return PrefillMetadata(
-            query_lens,
-            seq_lens,
-            self._send(cu_query_lens),
-            self._send(seq_lens.astype(np.int32)),
-            self._tables(rows, seq_lens),
-            self.block_size,
-        )
+        on_device = self._send(cu_query_lens), self._send(seq_lens.astype(np.int32)), self._tables(rows, seq_lens)
+        return PrefillMetadata(query_lens, seq_lens, *on_device, self.block_size)
 
     def _tables(self, rows: np.ndarray, seq_lens: np.ndarray) -> Tensor:
         width = -(-int(seq_lens.max()) // self.block_size)
