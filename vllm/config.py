@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from vllm.transformers_utils.config import HFConfig
@@ -142,127 +143,102 @@ class VllmConfig:
     def problems(self) -> list[str]:
         """Every problem of this configuration, empty when it can run."""
         return [
-            *_model_problems(self.model, self.load_format),
-            *_cache_problems(self.cache, self.model.max_model_len),
-            *_kept_problems(self.cache, self.model.hf),
+            *_model_problems(self.model, self.load_format, self.logprobs_mode),
+            *_cache_problems(self.cache, self.model),
             *_scheduler_problems(self.scheduler, self.model.max_model_len),
             *_compilation_problems(self.compilation, self.scheduler.max_num_seqs),
             *_parallel_problems(self.parallel, self.model.hf),
-            *_sampling_problems(self.logprobs_mode),
         ]
 
 
-def _sampling_problems(logprobs_mode: str) -> list[str]:
-    if logprobs_mode in LOGPROBS_MODES:
-        return []
-    return [f"logprobs_mode={logprobs_mode!r} is unknown, expected one of {', '.join(LOGPROBS_MODES)}"]
-
-
-def _model_problems(model: ModelConfig, load_format: str) -> list[str]:
-    problems = []
+def _model_problems(model: ModelConfig, load_format: str, logprobs_mode: str) -> Iterator[str]:
     if model.dtype not in DTYPES:
-        problems.append(f"dtype={model.dtype!r} is unknown, expected auto or one of {', '.join(DTYPES)}")
+        yield f"dtype={model.dtype!r} is unknown, expected auto or one of {', '.join(DTYPES)}"
     if load_format not in LOAD_FORMATS:
-        problems.append(f"load_format={load_format!r} is unknown, expected one of {', '.join(LOAD_FORMATS)}")
+        yield f"load_format={load_format!r} is unknown, expected one of {', '.join(LOAD_FORMATS)}"
+    if logprobs_mode not in LOGPROBS_MODES:
+        yield f"logprobs_mode={logprobs_mode!r} is unknown, expected one of {', '.join(LOGPROBS_MODES)}"
     if model.max_model_len < 2:
-        problems.append(f"max_model_len={model.max_model_len} leaves no room for a prompt and a new token")
+        yield f"max_model_len={model.max_model_len} leaves no room for a prompt and a new token"
     if model.max_model_len > model.hf.max_position_embeddings:
-        problems.append(
+        yield (
             f"max_model_len={model.max_model_len} exceeds the model's max_position_embeddings="
             f"{model.hf.max_position_embeddings}; lower max_model_len"
         )
-    return problems
 
 
-def _cache_problems(cache: CacheConfig, max_model_len: int) -> list[str]:
-    problems = []
+def _cache_problems(cache: CacheConfig, model: ModelConfig) -> Iterator[str]:
+    hf = model.hf
     if cache.block_size < 1:
-        problems.append(f"block_size={cache.block_size} must be at least 1")
+        yield f"block_size={cache.block_size} must be at least 1"
     if cache.kv_cache_layout not in KV_CACHE_LAYOUTS:
-        problems.append(
-            f"kv_cache_layout={cache.kv_cache_layout!r} is unknown, expected one of {', '.join(KV_CACHE_LAYOUTS)}"
-        )
+        yield f"kv_cache_layout={cache.kv_cache_layout!r} is unknown, expected one of {', '.join(KV_CACHE_LAYOUTS)}"
     if not 0 < cache.gpu_memory_utilization <= 1:
-        problems.append(f"gpu_memory_utilization={cache.gpu_memory_utilization} must be in (0, 1]")
+        yield f"gpu_memory_utilization={cache.gpu_memory_utilization} must be in (0, 1]"
     blocks = cache.num_gpu_blocks_override
-    if blocks is not None and cache.block_size >= 1 and blocks * cache.block_size < max_model_len:
-        problems.append(
+    if blocks is not None and cache.block_size >= 1 and blocks * cache.block_size < model.max_model_len:
+        yield (
             f"num_gpu_blocks_override={blocks} of block_size={cache.block_size} holds "
-            f"{blocks * cache.block_size} tokens, less than one sequence of max_model_len={max_model_len}"
+            f"{blocks * cache.block_size} tokens, less than one sequence of max_model_len={model.max_model_len}"
         )
-    return problems
-
-
-def _kept_problems(cache: CacheConfig, hf: HFConfig) -> list[str]:
-    """Return the problems of cache settings that this model cannot have."""
-    problems = []
     if cache.kv_cache_layout != "nd" and not hf.is_mla:
-        problems.append(
+        yield (
             f"kv_cache_layout={cache.kv_cache_layout!r} is for latents, {hf.architecture} keeps keys and values; use nd"
         )
     if cache.enable_return_routed_experts and not hf.num_moe_layers:
-        problems.append(f"enable_return_routed_experts=True: {hf.architecture} has no experts; leave it out")
-    return problems
+        yield f"enable_return_routed_experts=True: {hf.architecture} has no experts; leave it out"
 
 
-def _scheduler_problems(scheduler: SchedulerConfig, max_model_len: int) -> list[str]:
-    problems = []
+def _scheduler_problems(scheduler: SchedulerConfig, max_model_len: int) -> Iterator[str]:
     if scheduler.max_num_seqs < 1:
-        problems.append(f"max_num_seqs={scheduler.max_num_seqs} must be at least 1")
+        yield f"max_num_seqs={scheduler.max_num_seqs} must be at least 1"
     if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
-        problems.append(
+        yield (
             f"max_num_batched_tokens={scheduler.max_num_batched_tokens} is less than max_num_seqs="
             f"{scheduler.max_num_seqs}: a decode step of all sequences would not fit"
         )
     if not scheduler.enable_chunked_prefill and scheduler.max_num_batched_tokens < max_model_len:
-        problems.append(
+        yield (
             f"max_num_batched_tokens={scheduler.max_num_batched_tokens} is less than max_model_len={max_model_len}: "
             "raise it or enable_chunked_prefill"
         )
-    return problems
 
 
-def _compilation_problems(compilation: CompilationConfig, max_num_seqs: int) -> list[str]:
+def _compilation_problems(compilation: CompilationConfig, max_num_seqs: int) -> Iterator[str]:
     sizes = compilation.cudagraph_capture_sizes
-    if compilation.enforce_eager or (sizes and min(sizes) >= 1 and max(sizes) <= max_num_seqs):
-        return []
-    return [
-        f"cudagraph_capture_sizes={list(sizes)} must be numbers of sequences from 1 to max_num_seqs={max_num_seqs}; "
-        "leave it out for the device's own"
-    ]
+    if not compilation.enforce_eager and not (sizes and min(sizes) >= 1 and max(sizes) <= max_num_seqs):
+        yield (
+            f"cudagraph_capture_sizes={list(sizes)} must be numbers of sequences from 1 to max_num_seqs="
+            f"{max_num_seqs}; leave it out for the device's own"
+        )
 
 
-def _parallel_problems(parallel: ParallelConfig, hf: HFConfig) -> list[str]:
+def _parallel_problems(parallel: ParallelConfig, hf: HFConfig) -> Iterator[str]:
     tp, dp = parallel.tensor_parallel_size, parallel.data_parallel_size
     if tp < 1 or dp < 1:
-        return [f"tensor_parallel_size={tp} and data_parallel_size={dp} must be at least 1"]
-    problems = []
+        yield f"tensor_parallel_size={tp} and data_parallel_size={dp} must be at least 1"
+        return
     if parallel.rebalance_interval < 0:
-        problems.append(f"rebalance_interval={parallel.rebalance_interval} must be a number of steps, or 0 for never")
+        yield f"rebalance_interval={parallel.rebalance_interval} must be a number of steps, or 0 for never"
     if parallel.world_size % (tp * dp):
-        problems.append(
+        yield (
             f"world size {parallel.world_size} is not a multiple of tensor_parallel_size={tp} x data_parallel_size={dp}"
         )
     if parallel.expert_exchange not in EXPERT_EXCHANGES:
-        problems.append(
-            f"expert_exchange={parallel.expert_exchange!r} is unknown, expected one of {', '.join(EXPERT_EXCHANGES)}"
-        )
+        yield f"expert_exchange={parallel.expert_exchange!r} is unknown, expected one of {', '.join(EXPERT_EXCHANGES)}"
     if parallel.expert_exchange != "all_gather" and not parallel.enable_expert_parallel:
-        problems.append(f"expert_exchange={parallel.expert_exchange!r} needs enable_expert_parallel=True")
+        yield f"expert_exchange={parallel.expert_exchange!r} needs enable_expert_parallel=True"
     if parallel.use_sequence_parallel_moe and parallel.expert_exchange != "dispatch":
-        problems.append("use_sequence_parallel_moe=True needs expert_exchange='dispatch'")
+        yield "use_sequence_parallel_moe=True needs expert_exchange='dispatch'"
     if parallel.multistream_overlap_shared_expert and not (hf.n_routed_experts and hf.n_shared_experts):
-        problems.append(
-            f"multistream_overlap_shared_expert=True: {hf.architecture} has no shared experts here; leave it out"
-        )
+        yield f"multistream_overlap_shared_expert=True: {hf.architecture} has no shared experts here; leave it out"
     if parallel.enable_multistream_mla and not hf.is_mla:
-        problems.append(f"enable_multistream_mla=True: {hf.architecture} has no latent attention; leave it out")
-    problems += hf.tp_problems(tp)
+        yield f"enable_multistream_mla=True: {hf.architecture} has no latent attention; leave it out"
+    yield from hf.tp_problems(tp)
     if parallel.enable_expert_parallel and not hf.n_routed_experts:
-        problems.append(f"enable_expert_parallel=True: {hf.architecture} has no experts; leave it out")
+        yield f"enable_expert_parallel=True: {hf.architecture} has no experts; leave it out"
     if hf.n_routed_experts % parallel.expert_parallel_size:
-        problems.append(
+        yield (
             f"n_routed_experts={hf.n_routed_experts} does not divide by the {parallel.expert_parallel_size} ranks of "
             f"expert parallel (tensor_parallel_size={tp} x data_parallel_size={dp})"
         )
-    return problems

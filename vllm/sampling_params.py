@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -76,57 +76,51 @@ class SamplingParams:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
-    def _length_problems(self) -> list[str]:
-        problems = []
+    def _length_problems(self) -> Iterator[str]:
         if self.n < 1:
-            problems.append(f"n={self.n} must be at least 1")
+            yield f"n={self.n} must be at least 1"
         if self.max_tokens is not None and self.max_tokens < 1:
-            problems.append(f"max_tokens={self.max_tokens} must be at least 1")
+            yield f"max_tokens={self.max_tokens} must be at least 1"
         if self.min_tokens < 0 or (self.max_tokens is not None and self.min_tokens > self.max_tokens):
-            problems.append(f"min_tokens={self.min_tokens} must be between 0 and max_tokens={self.max_tokens}")
+            yield f"min_tokens={self.min_tokens} must be between 0 and max_tokens={self.max_tokens}"
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
             if count is not None and count < 0:
-                problems.append(f"{name}={count} must be None or at least 0")
-        return problems
+                yield f"{name}={count} must be None or at least 0"
 
-    def _distribution_problems(self) -> list[str]:
-        problems = []
+    def _distribution_problems(self) -> Iterator[str]:
         if not 0 <= self.temperature < math.inf:
-            problems.append(f"temperature={self.temperature} must be 0 (greedy) or more")
+            yield f"temperature={self.temperature} must be 0 (greedy) or more"
         if not -1 <= self.top_k < 2**31:
-            problems.append(f"top_k={self.top_k} must be 0 or -1 (no limit) or positive, below 2**31")
+            yield f"top_k={self.top_k} must be 0 or -1 (no limit) or positive, below 2**31"
         if not 0 < self.top_p <= 1:
-            problems.append(f"top_p={self.top_p} must be in (0, 1]")
+            yield f"top_p={self.top_p} must be in (0, 1]"
         if not 0 <= self.min_p <= 1:
-            problems.append(f"min_p={self.min_p} must be in [0, 1]")
+            yield f"min_p={self.min_p} must be in [0, 1]"
         for name in ("presence_penalty", "frequency_penalty"):
             if not -2 <= getattr(self, name) <= 2:
-                problems.append(f"{name}={getattr(self, name)} must be in [-2, 2]")
+                yield f"{name}={getattr(self, name)} must be in [-2, 2]"
         if not 1 / _LARGEST_PENALTY <= self.repetition_penalty <= _LARGEST_PENALTY:
-            problems.append(
+            yield (
                 f"repetition_penalty={self.repetition_penalty} must be between {1 / _LARGEST_PENALTY:g} and "
                 f"{_LARGEST_PENALTY:g}: it multiplies logits"
             )
         strange = [f"{token}: {bias}" for token, bias in (self.logit_bias or {}).items() if not -100 <= bias <= 100]
         if strange:
-            problems.append(f"logit_bias holds {', '.join(strange)}, expected biases in [-100, 100]")
+            yield f"logit_bias holds {', '.join(strange)}, expected biases in [-100, 100]"
         if self.allowed_token_ids is not None and len(self.allowed_token_ids) == 0:
-            problems.append("allowed_token_ids is empty, no token could be drawn; leave it out to allow all")
-        return problems
+            yield "allowed_token_ids is empty, no token could be drawn; leave it out to allow all"
 
-    def _text_problems(self) -> list[str]:
-        problems = []
+    def _text_problems(self) -> Iterator[str]:
         for name, texts in (("stop", self.stop_strings), ("bad_words", self.bad_words)):
             if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
-                problems.append(f"{name}={texts!r} must be a list of strings")
+                yield f"{name}={texts!r} must be a list of strings"
             elif not all(texts):
-                problems.append(f"{name} holds an empty string")
+                yield f"{name} holds an empty string"
         if any(text and not str(text).strip() for text in self.bad_words):
-            problems.append("bad_words holds white space alone")
+            yield "bad_words holds white space alone"
         if self.stop_strings and not self.detokenize:
-            problems.append("stop strings need detokenize=True; use stop_token_ids without text")
-        return problems
+            yield "stop strings need detokenize=True; use stop_token_ids without text"
 
 
 class StructuredOutputsParams:

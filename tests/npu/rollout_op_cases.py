@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.npu.op_parity import BF16, FP32, Call, Entry, Maker
-from vllm.ops.contract import DecodeMetadata, HeadNorms, KVCache, PrefillMetadata, RolloutOps
+from vllm.ops.contract import DecodeMetadata, HeadNorms, KVCache, PrefillMetadata, RolloutOps, RouterSettings
 from vllm_ascend.ops.kv_layout import FRACTAL
 
 
@@ -101,7 +101,7 @@ def rotary(new: Maker, size: Sizes) -> Call:
     """The position channels of queries, a slice of them."""
 
     def run(ops: RolloutOps, q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return ops.rotary_interleaved(q[..., size.nope :], cos, sin)
+        return ops.rotary_interleaved(q[..., size.nope :], (cos, sin))
 
     cos, sin = (table.repeat(1, 2) for table in new.angles(size.tokens, size.rope // 2))
     return Call(run, [new.floats(size.tokens, size.heads, size.nope + size.rope), cos, sin])
@@ -115,8 +115,8 @@ def prefill(new: Maker, size: Sizes, layout: str = "nd") -> Call:
         latent, rope, tables, lens, ends = rest
         cache = as_cache(ops, latent, rope, layout)
         meta = PrefillMetadata(query_lens, seq_lens, ends, lens, tables, size.block_size)
-        first = ops.mla_prefill(q_nope, q_rope, kv_b, cache, meta, 0.15)
-        return first, ops.mla_prefill(q_nope, q_rope, kv_b, cache, meta, 0.15)
+        first = ops.mla_prefill((q_nope, q_rope), kv_b, cache, meta, 0.15)
+        return first, ops.mla_prefill((q_nope, q_rope), kv_b, cache, meta, 0.15)
 
     queries = [new.floats(size.tokens, size.heads, channels) for channels in (size.nope, size.rope)]
     kv_b = new.floats(size.heads, size.nope + size.value, size.latent) / size.latent**0.5
@@ -135,8 +135,8 @@ def decode(new: Maker, size: Sizes, layout: str = "nd") -> Call:
         latent, rope, tables, lens = rest
         cache = as_cache(ops, latent, rope, layout)
         meta = DecodeMetadata(seq_lens, lens, tables, size.block_size)
-        first = ops.mla_decode(q_latent, q_rope, cache, meta, 0.05)
-        return first, ops.mla_decode(q_latent, q_rope, cache, meta, 0.05)
+        first = ops.mla_decode((q_latent, q_rope), cache, meta, 0.05)
+        return first, ops.mla_decode((q_latent, q_rope), cache, meta, 0.05)
 
     queries = [new.floats(len(seq_lens), size.heads, channels) for channels in (size.latent, size.rope)]
     return Call(run, [*queries, *_pages(new, size)])
@@ -150,8 +150,8 @@ def router(new: Maker, size: Sizes, normalize: bool = True, scoring: str = "sigm
     """Compares the weights by expert: the order of the choices is free."""
 
     def run(ops: RolloutOps, logits: Tensor, bias: Tensor) -> Tensor:
-        how = (size.choices, size.groups, size.kept_groups, normalize, 2.5, scoring)
-        weights, ids = ops.topk_router(logits, bias if scoring == "sigmoid" else None, *how)
+        settings = RouterSettings(size.choices, size.groups, size.kept_groups, normalize, 2.5, scoring)
+        weights, ids = ops.topk_router(logits, bias if scoring == "sigmoid" else None, settings)
         assert weights.dtype == FP32 and ids.dtype == torch.int64
         return torch.zeros_like(logits).scatter(1, ids, weights)
 
@@ -183,7 +183,7 @@ def gqa_write(new: Maker, size: Sizes) -> Call:
             blocks = -(-2 * size.tokens // size.block_size)
             cache = ops.new_gqa_cache(blocks, size.block_size, kv_heads, channels, qkv.dtype, qkv.device)
             qkv_TMD = qkv[:, 3:].unflatten(1, (-1, channels))
-            found.append(ops.rope_write_gqa(cache, qkv_TMD, bias, norms, *angles, slots))
+            found.append(ops.rope_write_gqa(cache, qkv_TMD, bias, norms, angles, slots))
             found.append(torch.cat([pages.flatten(0, 1).flatten(1) for pages in cache], -1))
         return tuple(found)
 
@@ -234,7 +234,7 @@ def experts(new: Maker, size: Sizes, tokens: int | None = None, first: int = 2, 
     """The weights in the memory order that the contract says."""
 
     def run(ops: RolloutOps, x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        return ops.fused_experts(x, w13.transpose(1, 2), w2.transpose(1, 2), weights, ids, first)
+        return ops.fused_experts(x, (w13.transpose(1, 2), w2.transpose(1, 2)), (weights, ids), first)
 
     tokens = size.tokens if tokens is None else tokens
     w13 = new.floats(size.local_experts, size.hidden, 2 * size.width) / 4

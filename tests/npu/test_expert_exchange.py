@@ -69,7 +69,7 @@ def exchange_on_npu() -> list[tuple[Tensor, set[str]]]:
         w13, w2 = (w[mine].transpose(1, 2).contiguous().to("npu").transpose(1, 2) for w in (w13, w2))
         x, weights, ids = (tensor[rank].to("npu") for tensor in (x, weights, ids))
         npusim.reset_calls()
-        out = rollout_ops().exchanged_experts(x, w13, w2, weights, ids, ACTIVE[rank], group)
+        out = rollout_ops().exchanged_experts(x, (w13, w2), (weights, ids), ACTIVE[rank], group)
         found.append((out.cpu(), set(npusim.calls())))
     return found
 
@@ -92,7 +92,7 @@ def test_the_exchange_equals_all_experts_in_one_process(
         assert ran >= KERNELS if case == "kernels" else not ran & KERNELS
         assert out.isfinite().all() and out.dtype == dtype and out.shape == (ROWS, hidden)
         active = slice(0, ACTIVE[rank])
-        alone = reference.fused_experts(x[rank, active], w13, w2, weights[rank, active], ids[rank, active], 0)
+        alone = reference.fused_experts(x[rank, active], (w13, w2), (weights[rank, active], ids[rank, active]), 0)
         gap = (out[active].float() - alone.float()).abs()
         assert gap.numel() == 0 or gap.max() <= tolerance * alone.abs().max()
 

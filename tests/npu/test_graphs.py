@@ -157,7 +157,7 @@ def test_captured_attention_follows_lengths_and_tables(dtype: torch.dtype) -> No
 
     def attend() -> torch.Tensor:
         meta.scratch.clear()
-        return rollout_ops().mla_decode(*npu_q, npu_cache, meta, scale)
+        return rollout_ops().mla_decode(npu_q, npu_cache, meta, scale)
 
     eager = attend().cpu()
     renewals: list[Callable[[], None]] = []
@@ -176,7 +176,7 @@ def test_captured_attention_follows_lengths_and_tables(dtype: torch.dtype) -> No
         for renew in renewals:
             renew()
         cache = (torch.cat((latent_pages, rope_pages), dim=-1),)
-        expected = reference.mla_decode(q_latent, q_rope, cache, metadata(*step, torch.device("cpu")), scale)
+        expected = reference.mla_decode((q_latent, q_rope), cache, metadata(*step, torch.device("cpu")), scale)
         tolerance = 1e-5 if dtype == torch.float32 else 2e-2
         torch.testing.assert_close(graph.output.cpu(), expected, rtol=tolerance, atol=tolerance)
     assert torch.equal(graph.output.cpu(), eager)

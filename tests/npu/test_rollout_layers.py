@@ -60,7 +60,7 @@ def write(new: Maker, size: Sizes, layout: str) -> Call:
     def run(ops: RolloutOps, kv: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, slots: Tensor) -> Tensor:
         in_layout = layout if ops is NATIVE else "nd"
         cache = ops.new_kv_cache(size.blocks, size.block_size, size.latent, size.rope, kv.dtype, kv.device, in_layout)
-        ops.norm_rope_write_kv(cache, kv[:, 3:], weight, 1e-6, cos, sin, slots)
+        ops.norm_rope_write_kv(cache, kv[:, 3:], weight, 1e-6, (cos, sin), slots)
         return all_tokens(cache)
 
     cos, sin = (table.repeat(1, 2) for table in new.angles(size.tokens, size.rope // 2))
@@ -203,7 +203,7 @@ def test_what_prefill_writes_is_what_both_attentions_read(layout: str, dtype: to
     def run(ops: RolloutOps, device: str) -> dict[str, Tensor]:
         cache = ops.new_kv_cache(7, 16, *DEEPSEEK, dtype, torch.device(device), layout if ops is NATIVE else "nd")
         angles = cos.to(device), sin.to(device)
-        ops.norm_rope_write_kv(cache, kv.to(device), weight.to(device), 1e-6, *angles, slots.to(device))
+        ops.norm_rope_write_kv(cache, kv.to(device), weight.to(device), 1e-6, angles, slots.to(device))
         on_device = torch.from_numpy(lens).int().to(device)
         prefill = PrefillMetadata(
             new_lens, lens, torch.tensor([0, *new_lens.cumsum()]).int().to(device), on_device, tables.to(device), 16
@@ -212,10 +212,10 @@ def test_what_prefill_writes_is_what_both_attentions_read(layout: str, dtype: to
         queries = q.to(device)
         return {
             "prefill": ops.mla_prefill(
-                queries[..., :nope], queries[..., nope:], kv_b.to(device) / 23, cache, prefill, 0.1
+                (queries[..., :nope], queries[..., nope:]), kv_b.to(device) / 23, cache, prefill, 0.1
             ).cpu(),
             "decode": ops.mla_decode(
-                q_decode[..., : DEEPSEEK[0]].to(device), q_decode[..., DEEPSEEK[0] :].to(device), cache, decode, 0.04
+                (q_decode[..., : DEEPSEEK[0]].to(device), q_decode[..., DEEPSEEK[0] :].to(device)), cache, decode, 0.04
             ).cpu(),
         }
 

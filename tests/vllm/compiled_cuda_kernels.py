@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from vllm.ops.contract import DecodeMetadata, HeadNorms, PrefillMetadata, RolloutOps, SamplingBatch
+from vllm.ops.contract import DecodeMetadata, HeadNorms, PrefillMetadata, RolloutOps, RouterSettings, SamplingBatch
 from vllm.ops.cuda import kernels
 from vllm.ops.cuda.table import cuda_table
 from vllm.ops.weights import BlockScales, Fp8Operand
@@ -47,7 +47,7 @@ class Compiler:
         self.architecture, self.case, self._known = architecture, "", set[str]()
 
     def __call__(self, name: str, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-        kernel = getattr(kernels, name)
+        kernel = kernels.kernel_called(name)
         constants = {key: value for key, value in options.items() if key not in OPTIONS}
         names = [key for key in kernel.arg_names if key not in constants]
         given, variable = dict(zip(names, arguments, strict=True)), self._variable(kernel)
@@ -107,18 +107,18 @@ def run_latent(ops: RolloutOps, heads: int, dtype: torch.dtype) -> None:
     q = torch.empty(tokens, heads, nope + rope, dtype=dtype)
     kv = torch.empty(tokens, 1536 + latent + rope, dtype=dtype)[:, 1536:]
     weight, slots = torch.empty(latent, dtype=dtype), torch.empty(tokens, dtype=torch.int64)
-    ops.norm_rope_write_kv(cache, kv, weight, 1e-6, *angles, slots)
-    q_rope = ops.rotary_interleaved(q[..., nope:], *angles)
+    ops.norm_rope_write_kv(cache, kv, weight, 1e-6, angles, slots)
+    q_rope = ops.rotary_interleaved(q[..., nope:], angles)
     lens, tables = torch.empty(512, dtype=torch.int32), torch.empty(512, 128, dtype=torch.int32)
     assert ops.mla_decode is not None
     for batch in (1, 512):  # in splits and whole
         meta = DecodeMetadata(np.full(batch, 8192), lens[:batch], tables[:batch], 64)
         q_latent = torch.empty(batch, heads, latent, dtype=dtype)
-        ops.mla_decode(q_latent, q_rope[0].expand(batch, heads, rope), cache, meta, 0.1)
+        ops.mla_decode((q_latent, q_rope[0].expand(batch, heads, rope)), cache, meta, 0.1)
     q = torch.empty(4096, heads, nope + rope, dtype=dtype)
     prompt = PrefillMetadata(np.array([4096]), np.array([4096]), lens[:2], lens[:1], tables[:1], 64)
     kv_b = torch.empty(heads, nope + value, latent, dtype=dtype)
-    ops.mla_prefill(q[..., :nope], torch.empty(4096, heads, rope, dtype=dtype), kv_b, cache, prompt, 0.1)
+    ops.mla_prefill((q[..., :nope], torch.empty(4096, heads, rope, dtype=dtype)), kv_b, cache, prompt, 0.1)
 
 
 def run_grouped(ops: RolloutOps, heads: int, kv_heads: int, channels: int, dtype: torch.dtype) -> None:
@@ -128,7 +128,7 @@ def run_grouped(ops: RolloutOps, heads: int, kv_heads: int, channels: int, dtype
     angles, weight = torch.empty(4096, channels), torch.empty(channels, dtype=dtype)
     lens, tables = torch.empty(64, dtype=torch.int32), torch.empty(64, 512, dtype=torch.int32)
     slots, norms = torch.empty(4096, dtype=torch.int64), HeadNorms(weight, weight, 1e-6)
-    q = ops.rope_write_gqa(cache, qkv, None, norms, angles, angles, slots)
+    q = ops.rope_write_gqa(cache, qkv, None, norms, (angles, angles), slots)
     for batch in (1, 64):
         ops.gqa_decode(q[:batch], cache, DecodeMetadata(np.full(batch, 8192), lens[:batch], tables[:batch], 16), 0.1)
     for most in (20, 4096):
@@ -141,9 +141,9 @@ def run_others(ops: RolloutOps, hidden: int, width: int, experts: int, dtype: to
     x, weight = torch.empty(64, hidden, dtype=dtype), torch.empty(hidden, dtype=dtype)
     ops.add_rms_norm(x, ops.rms_norm(x, weight, 1e-6), weight, 1e-6)
     for scoring, bias in (("sigmoid", torch.empty(experts)), ("softmax", None)):
-        weights, ids = ops.topk_router(torch.empty(64, experts), bias, 8, 8, 4, True, 2.5, scoring)
+        weights, ids = ops.topk_router(torch.empty(64, experts), bias, RouterSettings(8, 8, 4, True, 2.5, scoring))
     w13, w2 = torch.empty(8, 2 * width, hidden, dtype=dtype), torch.empty(8, hidden, width, dtype=dtype)
-    ops.fused_experts(x, w13, w2, weights, ids, 0)
+    ops.fused_experts(x, (w13, w2), (weights, ids), 0)
     keys = torch.empty(64, 2, dtype=torch.int32), torch.empty(129280, dtype=torch.int32)
     ops.sample(torch.empty(64, 129280), SamplingBatch(torch.empty(64), *keys, None, None, None, True, True))
 
@@ -162,7 +162,7 @@ def run_fp8(ops: RolloutOps, hidden: int, width: int, latents: int) -> None:
         x = torch.empty(tokens, hidden, dtype=torch.bfloat16)
         ops.linear(x, held_in_fp8(latents, hidden))
         ids, weights = torch.empty(tokens, 8, dtype=torch.int64), torch.empty(tokens, 8)
-        ops.fused_experts(x, held_in_fp8(32, 2 * width, hidden), held_in_fp8(32, hidden, width), weights, ids, 0)
+        ops.fused_experts(x, (held_in_fp8(32, 2 * width, hidden), held_in_fp8(32, hidden, width)), (weights, ids), 0)
 
 
 def cases(multiplies_fp8: bool) -> Iterator[tuple[str, Callable[[RolloutOps], None]]]:

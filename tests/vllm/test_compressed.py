@@ -111,8 +111,8 @@ def test_products_are_those_of_the_values(rows: int, hidden: int, width: int) ->
     x = torch.randn(rows, hidden, generator=generator).bfloat16()
     ids = torch.stack([torch.randperm(6, generator=generator)[:3] for _ in range(rows)])  # two experts are elsewhere
     weights = torch.rand(rows, 3, generator=generator)
-    found = ops.fused_experts(x, packed13, packed2, weights, ids, 1)
-    assert torch.equal(found, ops.fused_experts(x, w13, w2, weights, ids, 1))
+    found = ops.fused_experts(x, (packed13, packed2), (weights, ids), 1)
+    assert torch.equal(found, ops.fused_experts(x, (w13, w2), (weights, ids), 1))
 
 
 @needs_tiles

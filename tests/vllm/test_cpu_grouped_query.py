@@ -42,7 +42,7 @@ class Context:
         _, kv_heads, channels = self.shape
         cache = ops.new_gqa_cache(self.tables.numel(), self.block_size, kv_heads, channels, self.qkv.dtype, CPU)
         angles = torch.ones(len(self.qkv), 2), torch.zeros(len(self.qkv), 2)
-        return cache, ops.rope_write_gqa(cache, self.qkv, None, None, *angles, self.slots)
+        return cache, ops.rope_write_gqa(cache, self.qkv, None, None, angles, self.slots)
 
     def tokens(self, spans: list[tuple[int, int]]) -> Tensor:
         """Indices of the tokens [first, last) of each sequence."""
@@ -137,7 +137,7 @@ def test_queries_and_writes_equal_the_reference(how: str, channels: int, turned:
     def outcome(ops: RolloutOps) -> list[Tensor]:
         cache = ops.new_gqa_cache(4, 16, kv_heads, channels, dtype, CPU)
         order = torch.arange(tokens - 1, -1, -1)
-        how: list[Any] = [bias, norms, angles.cos()[order], angles.sin()[order], slots[order]]
+        how: list[Any] = [bias, norms, (angles.cos()[order], angles.sin()[order]), slots[order]]
         q = ops.rope_write_gqa(cache, qkv[order], *how).index_select(0, order)
         return [q, ops.gqa_prefill(q, cache, meta, channels**-0.5)]
 

@@ -19,7 +19,7 @@ from tests.npu.op_parity import Maker, assert_same, outcome, pairs
 from tests.npu.rollout_op_cases import CASES, SMALL
 from tests.tiny_models import write_model
 from vllm import LLM, SamplingParams
-from vllm.ops.contract import DecodeMetadata, PrefillMetadata, RolloutOps, SamplingBatch, resolve
+from vllm.ops.contract import DecodeMetadata, PrefillMetadata, RolloutOps, RouterSettings, SamplingBatch, resolve
 from vllm.ops.cpu import build
 from vllm.ops.cpu.build import native_build
 from vllm.ops.cpu.calls import Bfloat16Products
@@ -86,7 +86,7 @@ def attention(
     pages = torch.randn(tables.numel(), block, latent + rope, generator=generator).to(dtype)
     q = torch.randn(len(lens), heads, latent + rope, generator=generator).to(dtype)
     meta = DecodeMetadata(np.array(lens), torch.tensor(lens).int(), tables, block)
-    return table.mla_decode(q[..., :latent], q[..., latent:], (pages,), meta, 0.1)
+    return table.mla_decode((q[..., :latent], q[..., latent:]), (pages,), meta, 0.1)
 
 
 @pytest.mark.parametrize("how", list(TABLES))
@@ -108,12 +108,12 @@ def rows_of(ops: RolloutOps, dtype: torch.dtype, rows: slice) -> list[Tensor]:
 
     x, weight, w13, w2 = new(40, 48), new(48, 64).t(), new(5, 48, 64).transpose(1, 2), new(5, 32, 48).transpose(1, 2)
     logits = torch.randn(40, 5, generator=generator)
-    routed = ops.topk_router(logits[rows], torch.zeros(5), 2, 1, 1, True, 1.0, "sigmoid")
+    routed = ops.topk_router(logits[rows], torch.zeros(5), RouterSettings(2, 1, 1, True, 1.0, "sigmoid"))
     kv_b, q = new(2, 24, 32), new(40, 2, 20)
     return [
         ops.linear(x[rows], weight),
         ops.rms_norm(x[rows], weight[0].contiguous(), 1e-6),
-        ops.fused_experts(x[rows], w13, w2, *routed, 0),
+        ops.fused_experts(x[rows], (w13, w2), routed, 0),
         ops.head_linear(q[rows][..., :12], kv_b[:, :12]),
     ]
 
@@ -124,7 +124,7 @@ def test_routing_takes_the_first_of_equal_experts_and_survives_nan(experts: int)
     ops = TABLES["fp32"][0]
     logits = torch.stack([torch.zeros(experts), torch.arange(experts) % 3.0, torch.full((experts,), torch.nan)])
     for scoring in ("sigmoid", "softmax"):
-        _, ids = ops.topk_router(logits, None, 4, 1, 1, True, 1.0, scoring)
+        _, ids = ops.topk_router(logits, None, RouterSettings(4, 1, 1, True, 1.0, scoring))
         assert ids[0].tolist() == [0, 1, 2, 3]
         assert ids[1].tolist() == [i for value in (2, 1, 0) for i in range(value, experts, 3)][:4]
         assert ((ids[2] >= 0) & (ids[2] < experts)).all()
@@ -172,14 +172,14 @@ def test_prefill_equals_decode_bit_by_bit(how: str, heads: int, cached: int, len
         new, total = np.array([stop - start]), np.array([cached + stop])
         cu, seen = torch.tensor([0, stop - start]).int(), torch.tensor([cached + stop]).int()
         meta = PrefillMetadata(new, total, cu, seen, tables, 16)
-        return table.mla_prefill(q[start:stop, :, :nope], q[start:stop, :, nope:], kv_b, (pages,), meta, 0.1)
+        return table.mla_prefill((q[start:stop, :, :nope], q[start:stop, :, nope:]), kv_b, (pages,), meta, 0.1)
 
     def decode(index: int) -> Tensor:
         seen = cached + index + 1
         meta = DecodeMetadata(np.array([seen]), torch.tensor([seen]).int(), tables, 16)
         one = q[index : index + 1]
         q_latent = table.head_linear(one[..., :nope], kv_b[:, :nope])
-        attended = table.mla_decode(q_latent, one[..., nope:], (pages,), meta, 0.1)
+        attended = table.mla_decode((q_latent, one[..., nope:]), (pages,), meta, 0.1)
         return table.head_linear(attended, kv_b[:, nope:].transpose(1, 2))
 
     whole = prefill(0, length)
@@ -216,7 +216,7 @@ def test_sequences_with_common_blocks_attend_as_alone(
 
     def attended(part: slice) -> Tensor:
         meta = DecodeMetadata(np.array(lens)[part], torch.tensor(lens)[part].int(), tables_BW[part].contiguous(), block)
-        return table.mla_decode(q[part, :, :latent], q[part, :, latent:], (pages,), meta, 0.1)
+        return table.mla_decode((q[part, :, :latent], q[part, :, latent:]), (pages,), meta, 0.1)
 
     together = attended(slice(None))
     for b in range(len(lens)):

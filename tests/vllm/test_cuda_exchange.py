@@ -43,7 +43,7 @@ def exchange_both_ways(num_here: int, most_gathered: int) -> list[tuple[Tensor, 
             for shape in ((ROWS, HIDDEN), (num_here, 2 * WIDTH, HIDDEN), (num_here, HIDDEN, WIDTH))
         )
         ids = torch.stack([torch.randperm(num_ranks * num_here)[:TOPK] for _ in range(ROWS)])
-        given = x, w13, w2, torch.rand(ROWS, TOPK), ids, num_active, group
+        given = x, (w13, w2), (torch.rand(ROWS, TOPK), ids), num_active, group
         found = exchange.exchanged_experts(*given, experts=REFERENCE.fused_experts)
         assert found.shape == x.shape and found.dtype is dtype and found.isfinite().all()
         results.append((found[:num_active], REFERENCE.exchanged_experts(*given)[:num_active]))
@@ -60,7 +60,7 @@ def exchange_by_deep_ep(path: str) -> tuple[Tensor, Tensor]:
     shapes = (ROWS, hidden), (num_here, 2 * WIDTH, hidden), (num_here, hidden, WIDTH)
     x, w13, w2 = (torch.randn(shape).bfloat16() for shape in shapes)
     ids = torch.stack([torch.randperm(8)[:TOPK] for _ in range(ROWS)])
-    given = x, w13, w2, torch.rand(ROWS, TOPK), ids, num_active, group
+    given = x, (w13, w2), (torch.rand(ROWS, TOPK), ids), num_active, group
     assert table.connect_exchange is not None
     with deep_ep_form.deep_ep_installed():
         table.connect_exchange(config, group)

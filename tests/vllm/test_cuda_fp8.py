@@ -127,11 +127,13 @@ def test_fused_experts(dtype: torch.dtype, tokens: int, first: int, local: int) 
     x, weights = torch.randn(tokens, BLOCK).to(dtype), torch.rand(tokens, 2)
     w13, w2 = held(dtype, local, 2 * BLOCK, BLOCK), held(dtype, local, BLOCK, BLOCK)
     experts = ExpertOps(launch, RowOps(launch), FP8)
-    found = experts.fused_experts(x, w13, w2, weights, ids, first)
-    assert_near(found, reference_fp8.fused_experts(x, w13, w2, weights, ids, first), 2e-3 if dtype == FP32 else None)
-    mixed = experts.fused_experts(x, w13, dense(parameter_of(w2)), weights, ids, first)
+    found = experts.fused_experts(x, (w13, w2), (weights, ids), first)
+    assert_near(
+        found, reference_fp8.fused_experts(x, (w13, w2), (weights, ids), first), 2e-3 if dtype == FP32 else None
+    )
+    mixed = experts.fused_experts(x, (w13, dense(parameter_of(w2))), (weights, ids), first)
     assert_near(mixed, found, tolerance=0.05)
-    assert experts.fused_experts(x[:0], w13, w2, weights[:0], ids[:0], first).shape == (0, BLOCK)
+    assert experts.fused_experts(x[:0], (w13, w2), (weights[:0], ids[:0]), first).shape == (0, BLOCK)
 
 
 def test_products_of_deep_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,8 +154,8 @@ def test_products_of_deep_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(2, 256).to(BF16)
     for first, choices in ((0, [0, 2]), (1, [0, 2]), (7, [0, 2])):  # expert 1 has no token; one is elsewhere; all are
         ids = torch.tensor(choices).expand(2, 2)
-        found = ops.fused_experts(x, w13, w2, weights, ids, first)
-        assert_near(found, reference_fp8.fused_experts(x, w13, w2, weights, ids, first))
+        found = ops.fused_experts(x, (w13, w2), (weights, ids), first)
+        assert_near(found, reference_fp8.fused_experts(x, (w13, w2), (weights, ids), first))
     assert deep_gemm_form.calls == ["m_grouped_fp8_gemm_nt_contiguous"] * 6
 
 

@@ -13,12 +13,13 @@ pytest.importorskip("triton", reason="kernels of the CUDA table are written in T
 
 from tests.vllm.test_non_finite import check_marks
 from vllm.distributed.parallel_state import GroupCoordinator
-from vllm.ops.contract import DecodeMetadata, HeadNorms, KVCache, PrefillMetadata, SamplingBatch
+from vllm.ops.contract import DecodeMetadata, HeadNorms, KVCache, PrefillMetadata, RouterSettings, SamplingBatch
 from vllm.ops.cuda.attention import Attention
 from vllm.ops.cuda.experts import ExpertOps
 from vllm.ops.cuda.fp8 import Fp8Products
 from vllm.ops.cuda.launch import launch
 from vllm.ops.cuda.rows import RowOps
+from vllm.ops.cuda.table import cuda_table
 from vllm.ops.reference import rollout_ops as reference_ops
 from vllm.ops.reference_attention import mla_decode
 from vllm.v1.sample.rng import position_keys, splitmix64, vocab_keys
@@ -94,7 +95,7 @@ def test_mla_decode(heads: int, block_size: int, seq_lens: list[int], dtype: tor
     cache = random_latents(num_blocks, block_size, 24, 12, dtype)
     q = torch.randn(len(seq_lens), heads, 36).to(dtype)
     found, expected = (
-        attend(q[..., :24], q[..., 24:], cache, decode_metadata(seq_lens, tables, block_size), 0.3)
+        attend((q[..., :24], q[..., 24:]), cache, decode_metadata(seq_lens, tables, block_size), 0.3)
         for attend in (Attention(launch).mla_decode, mla_decode)
     )
     assert_near(found, expected)
@@ -156,9 +157,9 @@ def test_mla_prefill(
     q = torch.randn(sum(new for new, _ in lens), 3, 22).to(dtype)
     kv_b = (torch.randn(3, 24, 40) / 40**0.5).to(dtype)
     meta, ours = prefill_metadata(lens, tables, block_size), Attention(launch)
-    found = [ours.mla_prefill(q[..., :10], q[..., 10:], kv_b, cache, meta, 0.3) for _ in range(2)]
+    found = [ours.mla_prefill((q[..., :10], q[..., 10:]), kv_b, cache, meta, 0.3) for _ in range(2)]
     meta = prefill_metadata(lens, tables, block_size)
-    expected = REFERENCE.mla_prefill(q[..., :10], q[..., 10:], kv_b, cache, meta, 0.3)
+    expected = REFERENCE.mla_prefill((q[..., :10], q[..., 10:]), kv_b, cache, meta, 0.3)
     for layer in found:
         assert_near(layer, expected)
 
@@ -192,7 +193,7 @@ def test_silu_and_mul(width: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("heads", [1, 6, 16])
 def test_rotary(heads: int, dtype: torch.dtype) -> None:
     x, angles = torch.randn(5, heads, 15).to(dtype)[..., 3:], make_angles(5, 12)
-    assert_near(ROWS.rotary_interleaved(x, *angles), REFERENCE.rotary_interleaved(x, *angles))
+    assert_near(ROWS.rotary_interleaved(x, angles), REFERENCE.rotary_interleaved(x, angles))
 
 
 @DTYPES
@@ -201,7 +202,7 @@ def test_latents_are_written_to_their_slots(dtype: torch.dtype) -> None:
     slots, pages = torch.tensor([7, 0, 45, 2, 5]), []
     for ops in (ROWS, REFERENCE):
         cache = REFERENCE.new_kv_cache(3, 16, 24, 12, dtype, CPU, "nd")
-        ops.norm_rope_write_kv(cache, kv, weight, 1e-3, *angles, slots)
+        ops.norm_rope_write_kv(cache, kv, weight, 1e-3, angles, slots)
         pages.append(cache[0])
     assert_near(*pages)
     assert torch.equal(pages[0].any(-1), pages[1].any(-1))
@@ -220,7 +221,7 @@ def test_keys_and_values_are_written_to_their_slots(
     angles, slots, pages, queries = make_angles(5, width), torch.tensor([7, 0, 45, 2, 5]), [], []
     for ops in (ROWS, REFERENCE):
         cache = REFERENCE.new_gqa_cache(3, 16, 2, 20, dtype, CPU)
-        queries.append(ops.rope_write_gqa(cache, qkv, bias, norms, *angles, slots))
+        queries.append(ops.rope_write_gqa(cache, qkv, bias, norms, angles, slots))
         pages.append(cache[0])
     assert_near(*queries)
     assert_near(*pages)
@@ -233,11 +234,9 @@ def test_keys_and_values_are_written_to_their_slots(
 @pytest.mark.parametrize("is_normed", [True, False])
 def test_topk_router(experts: int, groups: int, kept_groups: int, top_k: int, is_normed: bool, scoring: str) -> None:
     """Compares the weights by expert: the order of the choices is free."""
+    settings = RouterSettings(top_k, groups, kept_groups, is_normed, 2.5, scoring)
     logits, bias = torch.randn(6, experts), torch.randn(experts) if scoring == "sigmoid" else None
-    found, expected = (
-        ops.topk_router(logits, bias, top_k, groups, kept_groups, is_normed, 2.5, scoring)
-        for ops in (EXPERTS, REFERENCE)
-    )
+    found, expected = (ops.topk_router(logits, bias, settings) for ops in (EXPERTS, REFERENCE))
     assert found[0].dtype == FP32 and found[1].dtype == torch.int64
     assert_near(*(torch.zeros_like(logits).scatter(1, ids, weights) for weights, ids in (found, expected)))
 
@@ -267,9 +266,9 @@ def test_fused_experts(
     x, weights = torch.randn(tokens, hidden).to(dtype), torch.rand(tokens, 3)
     w13 = torch.randn(local, hidden, 2 * width).to(dtype).transpose(1, 2)
     w2 = torch.randn(local, width, hidden).to(dtype).transpose(1, 2)
-    found = EXPERTS.fused_experts(x, w13, w2, weights, ids, first)
-    assert_near(found, REFERENCE.fused_experts(x, w13, w2, weights, ids, first))
-    empty = EXPERTS.fused_experts(x[:0], w13, w2, weights[:0], ids[:0], first)
+    found = EXPERTS.fused_experts(x, (w13, w2), (weights, ids), first)
+    assert_near(found, REFERENCE.fused_experts(x, (w13, w2), (weights, ids), first))
+    empty = EXPERTS.fused_experts(x[:0], (w13, w2), (weights[:0], ids[:0]), first)
     assert empty.shape == (0, hidden)
 
 
@@ -302,7 +301,7 @@ def test_mla_decode_of_deepseeks_heads(heads: int, dtype: torch.dtype) -> None:
     cache = random_latents(num_blocks, 64, 512, 64, dtype)
     q = (torch.randn(3, heads, 576) / 5).to(dtype)
     found, expected = (
-        attend(q[..., :512], q[..., 512:], cache, decode_metadata(seq_lens, tables, 64), 0.1)
+        attend((q[..., :512], q[..., 512:]), cache, decode_metadata(seq_lens, tables, 64), 0.1)
         for attend in (Attention(launch).mla_decode, mla_decode)
     )
     assert_near(found, expected)
@@ -315,5 +314,6 @@ def test_exchanged_experts_of_one_rank(dtype: torch.dtype) -> None:
     w13 = torch.randn(4, 24, 32).to(dtype).transpose(1, 2)
     w2 = torch.randn(4, 16, 24).to(dtype).transpose(1, 2)
     alone = GroupCoordinator(0, 1, None)
-    found, expected = (ops.exchanged_experts(x, w13, w2, weights, ids, 4, alone)[:4] for ops in (EXPERTS, REFERENCE))
+    tables = cuda_table(launch), REFERENCE
+    found, expected = (ops.exchanged_experts(x, (w13, w2), (weights, ids), 4, alone)[:4] for ops in tables)
     assert_near(found, expected)

@@ -51,10 +51,9 @@ def test_layers_share_a_plan_and_every_replay_makes_its_own(planned: str, monkey
         meta.scratch.clear()
         for q_layer in q:
             expected = decode_metadata(lens, tables, 64)
-            found = decode(q_layer[..., :512], q_layer[..., 512:], cache, meta, 0.1)
-            assert_near(
-                found, reference.rollout_ops().mla_decode(q_layer[..., :512], q_layer[..., 512:], cache, expected, 0.1)
-            )
+            queries = q_layer[..., :512], q_layer[..., 512:]
+            found = decode(queries, cache, meta, 0.1)
+            assert_near(found, reference.rollout_ops().mla_decode(queries, cache, expected, 0.1))
     assert len(meta.scratch) == 1 and np.array_equal(meta.seq_lens, [65, 3, 9])
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm.ops.contract import DecodeMetadata, HeadNorms, PrefillMetadata, resolve
+from vllm.ops.contract import DecodeMetadata, HeadNorms, PrefillMetadata, RouterSettings, resolve
 from vllm.ops.reference import rollout_ops, write_kv
 
 N, P, R, L, V, BLOCK = 3, 10, 6, 12, 8, 4
@@ -42,7 +42,7 @@ def test_decode_attends_to_each_sequence_alone(seq_lens: list[int]) -> None:
     lens = np.array(seq_lens)
     meta = DecodeMetadata(lens, torch.tensor(seq_lens, dtype=torch.int32), tables, BLOCK)
     for _ in range(2):  # the second layer of a step reuses the plan
-        out = OPS.mla_decode(q[..., :L], q[..., L:], cache, meta, 0.3)
+        out = OPS.mla_decode((q[..., :L], q[..., L:]), cache, meta, 0.3)
         for i, latent in enumerate(latents):
             expected = (q[i] @ latent.T * 0.3).softmax(-1) @ latent[:, :L]
             torch.testing.assert_close(out[i], expected, atol=1e-5, rtol=1e-5)
@@ -57,7 +57,7 @@ def test_prefill_is_causal_over_context_and_new_tokens(lens: list[tuple[int, int
     cu, totals = torch.from_numpy(cu_query_lens).int(), torch.from_numpy(seq_lens).int()
     meta = PrefillMetadata(query_lens, seq_lens, cu, totals, tables, BLOCK)
     q, kv_b = torch.randn(int(query_lens.sum()), N, P + R), torch.randn(N, P + V, L)
-    out = OPS.mla_prefill(q[..., :P], q[..., P:], kv_b, cache, meta, 0.2)
+    out = OPS.mla_prefill((q[..., :P], q[..., P:]), kv_b, cache, meta, 0.2)
     for i, latent in enumerate(latents):
         expanded = torch.einsum("sl,ncl->snc", latent[:, :L], kv_b)
         keys = torch.cat((expanded[..., :P], latent[:, None, L:].expand(-1, N, -1)), -1)
@@ -74,7 +74,7 @@ def test_rotary_turns_pairs_and_sorts_them() -> None:
     cos, sin = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
     wide = torch.randn(5, N, R + 3)
     for x in (wide[..., 3:], wide[..., :R].contiguous()):  # an odd offset, too
-        out = OPS.rotary_interleaved(x, cos, sin)
+        out = OPS.rotary_interleaved(x, (cos, sin))
         for i in range(R // 2):
             c, s = angles[:, None, i].cos(), angles[:, None, i].sin()
             torch.testing.assert_close(out[..., i], x[..., 2 * i] * c - x[..., 2 * i + 1] * s)
@@ -87,7 +87,7 @@ def test_cache_holds_normed_latents_and_turned_keys() -> None:
     kv, weight = torch.randn(5, 3 + L + R)[:, 3:], torch.rand(L)
     (pages,) = cache = OPS.new_kv_cache(3, BLOCK, L, R, torch.float32, torch.device("cpu"), "nd")
     slots = torch.tensor([7, 0, 11, 2, 5])
-    OPS.norm_rope_write_kv(cache, kv, weight, 1e-3, cos, sin, slots)
+    OPS.norm_rope_write_kv(cache, kv, weight, 1e-3, (cos, sin), slots)
     latent = kv[:, :L] / (kv[:, :L].square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight
     even, odd = kv[:, L::2], kv[:, L + 1 :: 2]
     rope = torch.cat((even * angles.cos() - odd * angles.sin(), odd * angles.cos() + even * angles.sin()), dim=-1)
@@ -115,24 +115,24 @@ def test_experts_add_only_what_this_rank_holds(first: int) -> None:
             if 0 <= e < local:
                 gate, up = (w13[e] @ x[t]).chunk(2)
                 expected[t] += weights[t, k] * (w2[e] @ (torch.nn.functional.silu(gate) * up))
-    torch.testing.assert_close(OPS.fused_experts(x, w13, w2, weights, ids, first), expected, atol=1e-4, rtol=1e-4)
-    assert OPS.fused_experts(x[:0], w13, w2, weights[:0], ids[:0], first).shape == (0, hidden)
+    torch.testing.assert_close(OPS.fused_experts(x, (w13, w2), (weights, ids), first), expected, atol=1e-4, rtol=1e-4)
+    assert OPS.fused_experts(x[:0], (w13, w2), (weights[:0], ids[:0]), first).shape == (0, hidden)
 
 
 def test_router_bias_selects_but_does_not_weigh() -> None:
     logits = torch.zeros(1, 8)
     bias = torch.tensor([0.0, 0.0, 5.0, 4.0, 9.0, -9.0, 0.0, 0.0])
-    weights, ids = OPS.topk_router(logits, bias, 2, 4, 1, True, 2.5, "sigmoid")
+    weights, ids = OPS.topk_router(logits, bias, RouterSettings(2, 4, 1, True, 2.5, "sigmoid"))
     assert sorted(ids[0].tolist()) == [2, 3]  # the group's two best sum to 9 + 1, group 2's to 0 + 1
     torch.testing.assert_close(weights, torch.full((1, 2), 1.25))
 
 
 def test_softmax_router_ranks_groups_by_their_best_expert() -> None:
     logits = torch.tensor([[2.0, -9.0, 1.8, 1.7, -9.0, -9.0]])
-    weights, ids = OPS.topk_router(logits, None, 2, 3, 1, False, 4.0, "softmax")
+    weights, ids = OPS.topk_router(logits, None, RouterSettings(2, 3, 1, False, 4.0, "softmax"))
     assert sorted(ids[0].tolist()) == [0, 1]  # group 1 has the larger sum, group 0 the best expert
     torch.testing.assert_close(weights, 4.0 * logits.softmax(-1).gather(1, ids))
-    normalized, ids = OPS.topk_router(logits, None, 2, 1, 1, True, 4.0, "softmax")
+    normalized, ids = OPS.topk_router(logits, None, RouterSettings(2, 1, 1, True, 4.0, "softmax"))
     assert sorted(ids[0].tolist()) == [0, 2]
     torch.testing.assert_close(normalized.sum(), torch.tensor(4.0))
 
@@ -187,7 +187,7 @@ def test_cache_holds_turned_keys_beside_values(width: int, is_biased: bool, is_n
     bias = torch.randn(qkv.shape[1:]) if is_biased else None
     (pages,) = cache = OPS.new_gqa_cache(3, BLOCK, kv_heads, R, torch.float32, torch.device("cpu"))
     slots = torch.tensor([7, 0, 11, 2, 5])
-    q = OPS.rope_write_gqa(cache, qkv, bias, norms, cos, sin, slots)
+    q = OPS.rope_write_gqa(cache, qkv, bias, norms, (cos, sin), slots)
 
     def turned(x: Tensor, weight: Tensor | None) -> Tensor:
         if weight is not None:

@@ -60,8 +60,8 @@ def test_products_are_those_of_the_values(products: str, rows: int) -> None:
     w13, w2 = normal(4, 192, 64), normal(4, 64, 96)
     ids = torch.stack([torch.randperm(6, generator=torch.Generator().manual_seed(i))[:3] for i in range(rows)])
     weights, x = torch.rand(rows, 3), normal(rows, 64)
-    found = ops.fused_experts(x, panels_of(w13, [96, 96]), panels_of(w2, [64]), weights, ids, 1)
-    assert torch.equal(found, ops.fused_experts(x, w13, w2, weights, ids, 1))
+    found = ops.fused_experts(x, (panels_of(w13, [96, 96]), panels_of(w2, [64])), (weights, ids), 1)
+    assert torch.equal(found, ops.fused_experts(x, (w13, w2), (weights, ids), 1))
 
 
 def test_rows_are_looked_up() -> None:

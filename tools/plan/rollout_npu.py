@@ -19,11 +19,16 @@ from tools.plan.launches import launched
 from tools.plan.train_npu import STATISTICS_WIDTH
 from vllm.ops import reference_moe
 from vllm.ops.contract import (
+    Angles,
+    Choices,
     DecodeMetadata,
+    ExpertMatrices,
     HeadNorms,
     KVCache,
     PrefillMetadata,
+    Queries,
     RolloutOps,
+    RouterSettings,
     SampledTokens,
     SamplingBatch,
     run_at_once,
@@ -77,8 +82,8 @@ def add_rms_norm(x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float
     return rms_norm(x_TH, weight_H, eps), torch.empty_like(x_TH)
 
 
-def rotary_interleaved(x_TNR: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
-    kept = cos_TR.to(x_TNR.dtype), sin_TR.to(x_TNR.dtype)
+def rotary_interleaved(x_TNR: Tensor, angles: Angles) -> Tensor:
+    kept = [part_TR.to(x_TNR.dtype) for part_TR in angles]
     dense = x_TNR.contiguous()
     launched()
     del kept
@@ -86,27 +91,28 @@ def rotary_interleaved(x_TNR: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
 
 
 def norm_rope_write_kv(
-    cache: KVCache, kv_TD: Tensor, weight_L: Tensor, eps: float, cos_TR: Tensor, sin_TR: Tensor, slots_T: Tensor
+    cache: KVCache, kv_TD: Tensor, weight_L: Tensor, eps: float, angles: Angles, slots_T: Tensor
 ) -> None:
     latent = len(weight_L)
     if kv_TD.dtype == torch.float32 or (latent, kv_TD.shape[1] - latent) != PAGED_SIZES:
         launched(SCATTERED_PARTS)
-        turned = rotary_interleaved(kv_TD[:, None, latent:], cos_TR, sin_TR)
+        turned = rotary_interleaved(kv_TD[:, None, latent:], angles)
         rms_norm(kv_TD[:, :latent], weight_L, eps)
         del turned
         return
     launched()
-    kept = kv_TD.contiguous(), cos_TR.to(kv_TD.dtype), sin_TR.to(kv_TD.dtype)
+    kept = kv_TD.contiguous(), *(part_TR.to(kv_TD.dtype) for part_TR in angles)
     del kept
 
 
-def mla_decode(q_latent_BNL: Tensor, q_rope_BNR: Tensor, cache: KVCache, meta: DecodeMetadata, scale: float) -> Tensor:
+def mla_decode(q: Queries, cache: KVCache, meta: DecodeMetadata, scale: float) -> Tensor:
+    q_latent_BNL, q_rope_BNR = q
     sizes = (q_latent_BNL.shape[-1], q_rope_BNR.shape[-1])
     if q_latent_BNL.dtype != torch.float32 and sizes == PAGED_SIZES:
         queries = q_latent_BNL.contiguous(), q_rope_BNR.contiguous()
         launched()
         return torch.empty_like(queries[0])
-    q_BND = torch.cat((q_latent_BNL, q_rope_BNR), dim=-1)
+    q_BND = torch.cat(q, dim=-1)
     kv_SD = torch.cat([read_blocks(pages, meta.block_tables.flatten().long()) for pages in cache], dim=-1)
     out_BND = _attended(q_BND)
     del kv_SD
@@ -114,18 +120,12 @@ def mla_decode(q_latent_BNL: Tensor, q_rope_BNR: Tensor, cache: KVCache, meta: D
 
 
 def mla_prefill(
-    attention: CausalAttention,
-    q_nope_TNP: Tensor,
-    q_rope_TNR: Tensor,
-    kv_b_NCL: Tensor,
-    cache: KVCache,
-    meta: PrefillMetadata,
-    scale: float,
+    attention: CausalAttention, q: Queries, kv_b_NCL: Tensor, cache: KVCache, meta: PrefillMetadata, scale: float
 ) -> Tensor:
-    heads, nope = q_nope_TNP.shape[1:]
+    heads, nope = q[0].shape[1:]
     latent_SL, rope_SR = (read_tokens(pages, _context_slots(meta)) for pages in cache)
     expanded_SNC = F.linear(latent_SL, kv_b_NCL.flatten(0, 1)).unflatten(-1, (heads, -1))
-    q_TND = torch.cat((q_nope_TNP, q_rope_TNR), dim=-1)
+    q_TND = torch.cat(q, dim=-1)
     k_SND = torch.cat((expanded_SNC[..., :nope], rope_SR.unsqueeze(1).expand(-1, heads, -1)), dim=-1)
     v_SNV = expanded_SNC[..., nope:]
     v_SND = F.pad(v_SNV, (0, q_TND.shape[-1] - v_SNV.shape[-1]))
@@ -136,13 +136,7 @@ def mla_prefill(
 
 
 def rope_write_gqa(
-    cache: KVCache,
-    qkv_TMD: Tensor,
-    bias_MD: Tensor | None,
-    norms: HeadNorms | None,
-    cos_TR: Tensor,
-    sin_TR: Tensor,
-    slots_T: Tensor,
+    cache: KVCache, qkv_TMD: Tensor, bias_MD: Tensor | None, norms: HeadNorms | None, angles: Angles, slots_T: Tensor
 ) -> Tensor:
     kv_heads, size = cache[0].shape[2] // qkv_TMD.shape[2], qkv_TMD.shape[2]
     if bias_MD is not None:
@@ -151,7 +145,7 @@ def rope_write_gqa(
     if norms is not None:
         q_TND = rms_norm(q_TND.reshape(-1, size), norms.q_weight_D, norms.eps).view(q_TND.shape)
         k_TGD = rms_norm(k_TGD.reshape(-1, size), norms.k_weight_D, norms.eps).view(k_TGD.shape)
-    turned = [_turned(x_TND, cos_TR.shape[1]) for x_TND in (q_TND, k_TGD)]
+    turned = [_turned(x_TND, angles[0].shape[1]) for x_TND in (q_TND, k_TGD)]
     v_TGD.contiguous()
     launched(CASTS + 2 + SCATTERED_PARTS + (bias_MD is not None))
     return turned[0]
@@ -184,28 +178,19 @@ def gqa_prefill(
     return out_TND
 
 
-def topk_router(
-    logits_TE: Tensor,
-    bias_E: Tensor | None,
-    top_k: int,
-    num_groups: int,
-    topk_groups: int,
-    normalize: bool,
-    scaling: float,
-    scoring: str,
-) -> tuple[Tensor, Tensor]:
-    if scoring != "sigmoid":
-        return reference_moe.topk_router(logits_TE, bias_E, top_k, num_groups, topk_groups, normalize, scaling, scoring)
+def topk_router(logits_TE: Tensor, bias_E: Tensor | None, routing: RouterSettings) -> Choices:
+    if routing.scoring != "sigmoid":
+        return reference_moe.topk_router(logits_TE, bias_E, routing)
     launched()
-    weights_TK = logits_TE.new_empty(len(logits_TE), top_k)
-    ids_TK = logits_TE.new_empty(len(logits_TE), top_k, dtype=torch.int32).long()
-    return (weights_TK if normalize else logits_TE.gather(1, ids_TK).sigmoid() * scaling), ids_TK
+    weights_TK = logits_TE.new_empty(len(logits_TE), routing.top_k)
+    ids_TK = logits_TE.new_empty(len(logits_TE), routing.top_k, dtype=torch.int32).long()
+    return (weights_TK if routing.normalize else logits_TE.gather(1, ids_TK).sigmoid() * routing.scaling), ids_TK
 
 
-def fused_experts(
-    x_TH: Tensor, w13_E2FH: Tensor, w2_EHF: Tensor, weights_TK: Tensor, ids_TK: Tensor, first_expert: int
-) -> Tensor:
+def fused_experts(x_TH: Tensor, matrices: ExpertMatrices, choices: Choices, first_expert: int) -> Tensor:
     """The rows of all choices are allocated, those of other ranks' experts too."""
+    w13_E2FH, w2_EHF = matrices
+    weights_TK, ids_TK = choices
     if len(x_TH) == 0:
         return torch.zeros_like(x_TH)
     ids_TK = torch.empty_like(ids_TK, device=x_TH.device)
@@ -224,15 +209,11 @@ def fused_experts(
 
 
 def kernel_exchanged_experts(
-    x_TH: Tensor,
-    w13_E2FH: Tensor,
-    w2_EHF: Tensor,
-    weights_TK: Tensor,
-    ids_TK: Tensor,
-    num_ranks: int,
-    on_exchange: OnExchange,
+    x_TH: Tensor, matrices: ExpertMatrices, choices: Choices, num_ranks: int, on_exchange: OnExchange
 ) -> Tensor:
     """The experts by the dispatch and combine kernels; `on_exchange` gets the kernel."""
+    w13_E2FH, w2_EHF = matrices
+    weights_TK, ids_TK = choices
     weights_TK, ids_TK = weights_TK.float(), torch.empty_like(ids_TK, dtype=torch.int32, device=x_TH.device)
     capacity = len(x_TH) * num_ranks * min(len(w13_E2FH), ids_TK.shape[1])
     rows_AH = x_TH.new_empty(capacity, x_TH.shape[1])

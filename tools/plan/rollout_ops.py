@@ -22,12 +22,21 @@ from tools.plan.rollout_npu import kernel_exchanged_experts, npu_ops
 from verl.workers.config import RolloutConfig
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.ops import reference
-from vllm.ops.contract import KVCache, RolloutOps, SampledTokens, SamplingBatch
+from vllm.ops.contract import (
+    Choices,
+    ExpertMatrices,
+    FusedExperts,
+    KVCache,
+    RolloutOps,
+    RouterSettings,
+    SampledTokens,
+    SamplingBatch,
+)
 from vllm.ops.cpu.build import kernels_problem
 from vllm.ops.cpu.table import best_products, cpu_table
 from vllm.ops.cuda.exchange import is_gathered
 from vllm.ops.cuda.table import cuda_table
-from vllm.ops.reference_moe import FusedExperts, all_to_all_experts
+from vllm.ops.reference_moe import all_to_all_experts
 from vllm_ascend.ops.exchanged_experts import is_one_call
 
 
@@ -132,45 +141,31 @@ class _Given:
         self.step_tokens = len(qkv_TMD)
         return self.table.rope_write_gqa(cache, qkv_TMD, *others)
 
-    def topk_router(self, logits_TE: Tensor, bias_E: Tensor | None, top_k: int, *others: Any) -> tuple[Tensor, Tensor]:
-        weights_TK, _ = self.table.topk_router(logits_TE, bias_E, top_k, *others)
-        return weights_TK, self._chosen(logits_TE.shape[0], top_k, logits_TE.shape[1]).clone()
+    def topk_router(self, logits_TE: Tensor, bias_E: Tensor | None, routing: RouterSettings) -> Choices:
+        weights_TK, _ = self.table.topk_router(logits_TE, bias_E, routing)
+        return weights_TK, self._chosen(logits_TE.shape[0], routing.top_k, logits_TE.shape[1]).clone()
 
-    def fused_experts(
-        self,
-        x_TH: Tensor,
-        w13_E2FH: Tensor,
-        w2_EHF: Tensor,
-        weights_TK: Tensor,
-        ids_TK: Tensor,
-        first_expert: int,
-    ) -> Tensor:
-        weights = (w13_E2FH, w2_EHF)
+    def fused_experts(self, x_TH: Tensor, matrices: ExpertMatrices, choices: Choices, first_expert: int) -> Tensor:
+        _, ids_TK = choices
         if self.table.implementations["fused_experts"] != "reference":
-            return self.table.fused_experts(x_TH, *weights, weights_TK, ids_TK, first_expert)
-        is_here = (ids_TK >= first_expert) & (ids_TK < first_expert + len(w13_E2FH))
-        return _sorted_experts(x_TH, *weights, ids_TK, int(is_here.sum()))
+            return self.table.fused_experts(x_TH, matrices, choices, first_expert)
+        is_here = (ids_TK >= first_expert) & (ids_TK < first_expert + len(matrices[0]))
+        return _sorted_experts(x_TH, matrices, ids_TK, int(is_here.sum()))
 
     def exchanged_experts(
-        self,
-        x_TH: Tensor,
-        w13_E2FH: Tensor,
-        w2_EHF: Tensor,
-        weights_TK: Tensor,
-        ids_TK: Tensor,
-        num_active: int,
-        group: GroupCoordinator,
+        self, x_TH: Tensor, matrices: ExpertMatrices, choices: Choices, num_active: int, group: GroupCoordinator
     ) -> Tensor:
+        _, ids_TK = choices
         num_rows, top_k = ids_TK.shape
-        if self.kind == "npu" and is_one_call(x_TH, top_k, len(w13_E2FH), group.world_size):
+        if self.kind == "npu" and is_one_call(x_TH, top_k, len(matrices[0]), group.world_size):
             note = partial(self._note, x_TH, top_k, group)
-            return kernel_exchanged_experts(x_TH, w13_E2FH, w2_EHF, weights_TK, ids_TK, group.world_size, note)
+            return kernel_exchanged_experts(x_TH, matrices, choices, group.world_size, note)
         if self.kind == "cuda" and is_gathered(num_rows, group.world_size):
-            return self.table.exchanged_experts(x_TH, w13_E2FH, w2_EHF, weights_TK, ids_TK, num_active, group)
+            return self.table.exchanged_experts(x_TH, matrices, choices, num_active, group)
         _, received = self._exchanged(num_rows, self.step_tokens, top_k, 0, num_rows)
         known = _KnownCounts(group.rank_in_group, group.world_size, group.group, received=received)
         experts = self._experts_of_all()
-        return all_to_all_experts(x_TH, w13_E2FH, w2_EHF, weights_TK, ids_TK, num_active, known, experts)
+        return all_to_all_experts(x_TH, matrices, choices, num_active, known, experts)
 
     def sample(self, logits_BW: Tensor, batch: SamplingBatch) -> SampledTokens:
         sampled = self.table.sample(logits_BW, batch)
@@ -180,7 +175,7 @@ class _Given:
         """The kernel for rows that were all sent to an expert of this rank."""
         if self.table.implementations["fused_experts"] != "reference":
             return self.table.fused_experts
-        return lambda x, w13, w2, weights, ids, first: _sorted_experts(x, w13, w2, ids, len(x))
+        return lambda x, matrices, choices, first: _sorted_experts(x, matrices, choices[1], len(x))
 
     def _note(self, x_TH: Tensor, top_k: int, group: GroupCoordinator, kernel: str) -> None:
         """Log the collective that is in the kernel, dispatch or combine."""
@@ -205,14 +200,14 @@ class _KnownCounts(GroupCoordinator):
         return torch.tensor(self.received) if sent_counts is None else arrived
 
 
-def _sorted_experts(x_TH: Tensor, w13_E2FH: Tensor, w2_EHF: Tensor, ids_TK: Tensor, num_here: int) -> Tensor:
+def _sorted_experts(x_TH: Tensor, matrices: ExpertMatrices, ids_TK: Tensor, num_here: int) -> Tensor:
     """What the reference's `fused_experts` allocates for `num_here` choices of this rank's experts."""
     out_TH = torch.zeros_like(x_TH)
     order_S = torch.empty(ids_TK.numel(), dtype=torch.int64, device=x_TH.device)
     if num_here == 0:
         return out_TH
     x_SH = x_TH.new_empty(num_here, x_TH.shape[1])
-    gate_up_S2F = x_SH.new_empty(num_here, w13_E2FH.shape[1])
+    gate_up_S2F = x_SH.new_empty(num_here, matrices[0].shape[1])
     y_SH = torch.empty_like(x_SH)
     reference.silu_and_mul(gate_up_S2F)
     del order_S, y_SH

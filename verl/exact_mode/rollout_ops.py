@@ -21,11 +21,16 @@ from verl.exact_mode.math import KEYS, QUERIES
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.ops import reference, reference_gqa
 from vllm.ops.contract import (
+    Angles,
+    Choices,
     DecodeMetadata,
+    ExpertMatrices,
     HeadNorms,
     KVCache,
     PrefillMetadata,
+    Queries,
     RolloutOps,
+    RouterSettings,
     SampledTokens,
     SamplingBatch,
 )
@@ -79,16 +84,17 @@ def add_rms_norm(x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float
     return exact_math.rms_norm(sum_TH, weight_H, eps), sum_TH
 
 
-def rotary_interleaved(x_TNR: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+def rotary_interleaved(x_TNR: Tensor, angles: Angles) -> Tensor:
+    cos_TR, sin_TR = angles
     half = x_TNR.shape[-1] // 2
     return exact_math.rotary(x_TNR, cos_TR[:, :half], sin_TR[:, :half])
 
 
 def norm_rope_write_kv(
-    cache: KVCache, kv_TD: Tensor, weight_L: Tensor, eps: float, cos_TR: Tensor, sin_TR: Tensor, slots_T: Tensor
+    cache: KVCache, kv_TD: Tensor, weight_L: Tensor, eps: float, angles: Angles, slots_T: Tensor
 ) -> None:
     latent = len(weight_L)
-    rope_TR = rotary_interleaved(kv_TD[:, None, latent:], cos_TR, sin_TR)[:, 0]
+    rope_TR = rotary_interleaved(kv_TD[:, None, latent:], angles)[:, 0]
     reference.write_kv(cache, exact_math.rms_norm(kv_TD[:, :latent], weight_L, eps), rope_TR, slots_T)
 
 
@@ -102,13 +108,11 @@ class _Rectangle:
     slots_bS: Tensor  # int64, cache slot of each key; padding repeats the last
 
 
-def mla_prefill(
-    q_nope_TNP: Tensor, q_rope_TNR: Tensor, kv_b_NCL: Tensor, cache: KVCache, meta: PrefillMetadata, scale: float
-) -> Tensor:
+def mla_prefill(q: Queries, kv_b_NCL: Tensor, cache: KVCache, meta: PrefillMetadata, scale: float) -> Tensor:
     (pages,) = cache
-    nope, (_, expanded, latent) = q_nope_TNP.shape[-1], kv_b_NCL.shape
+    nope, (_, expanded, latent) = q[0].shape[-1], kv_b_NCL.shape
     kv_TD = pages.view(-1, pages.shape[-1])
-    q_TND = torch.cat((q_nope_TNP, q_rope_TNR), dim=-1)
+    q_TND = torch.cat(q, dim=-1)
     out_TNV = q_TND.new_empty(*q_TND.shape[:2], expanded - nope)
     for part in _rectangles(meta):
         kv_SD = kv_TD[part.slots_bS.flatten()]
@@ -120,13 +124,7 @@ def mla_prefill(
 
 
 def rope_write_gqa(
-    cache: KVCache,
-    qkv_TMD: Tensor,
-    bias_MD: Tensor | None,
-    norms: HeadNorms | None,
-    cos_TR: Tensor,
-    sin_TR: Tensor,
-    slots_T: Tensor,
+    cache: KVCache, qkv_TMD: Tensor, bias_MD: Tensor | None, norms: HeadNorms | None, angles: Angles, slots_T: Tensor
 ) -> Tensor:
     (pages,) = cache
     kv_heads = pages.shape[3]
@@ -134,9 +132,9 @@ def rope_write_gqa(
         qkv_TMD = qkv_TMD + bias_MD
 
     def turned(x_TND: Tensor) -> Tensor:
-        x_TNR, kept = x_TND.tensor_split((cos_TR.shape[1],), dim=-1)
+        x_TNR, kept = x_TND.tensor_split((angles[0].shape[1],), dim=-1)
         neighbours = x_TNR.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
-        return torch.cat((rotary_interleaved(neighbours, cos_TR, sin_TR), kept), dim=-1)
+        return torch.cat((rotary_interleaved(neighbours, angles), kept), dim=-1)
 
     q_TND, k_TGD, v_TGD = qkv_TMD.tensor_split((-2 * kv_heads, -kv_heads), dim=1)
     if norms is not None:
@@ -162,16 +160,8 @@ def gqa_prefill(q_TND: Tensor, cache: KVCache, meta: PrefillMetadata, scale: flo
     return out_TND
 
 
-def topk_router(
-    logits_TE: Tensor,
-    bias_E: Tensor | None,
-    top_k: int,
-    num_groups: int,
-    topk_groups: int,
-    normalize: bool,
-    scaling: float,
-    scoring: str,
-) -> tuple[Tensor, Tensor]:
+def topk_router(logits_TE: Tensor, bias_E: Tensor | None, routing: RouterSettings) -> Choices:
+    top_k, num_groups, topk_groups, normalize, scaling, scoring = routing
     assert scoring in ("sigmoid", "softmax"), scoring
     is_sigmoid, of_chosen = scoring == "sigmoid", scoring == "softmax" and normalize
     if is_sigmoid:
@@ -188,9 +178,9 @@ def topk_router(
     return weights_TK * scaling, ids_TK
 
 
-def fused_experts(
-    x_TH: Tensor, w13_E2FH: Tensor, w2_EHF: Tensor, weights_TK: Tensor, ids_TK: Tensor, first_expert: int
-) -> Tensor:
+def fused_experts(x_TH: Tensor, matrices: ExpertMatrices, choices: Choices, first_expert: int) -> Tensor:
+    w13_E2FH, w2_EHF = matrices
+    weights_TK, ids_TK = choices
     top_k = ids_TK.shape[1]
     experts_S = ids_TK.flatten() - first_expert
     rows_SH = x_TH.new_zeros(len(experts_S), x_TH.shape[1])
@@ -203,22 +193,15 @@ def fused_experts(
 
 
 def exchanged_experts(
-    x_TH: Tensor,
-    w13_E2FH: Tensor,
-    w2_EHF: Tensor,
-    weights_TK: Tensor,
-    ids_TK: Tensor,
-    num_active: int,
-    group: GroupCoordinator,
+    x_TH: Tensor, matrices: ExpertMatrices, choices: Choices, num_active: int, group: GroupCoordinator
 ) -> Tensor:
     """Send every choice as a token with one expert; the sending rank weights its rows and adds them up."""
+    weights_TK, ids_TK = choices
     top_k = ids_TK.shape[1]
     rows_SH = all_to_all_experts(
         x_TH.repeat_interleave(top_k, dim=0),
-        w13_E2FH,
-        w2_EHF,
-        weights_TK.new_ones(weights_TK.numel(), 1),
-        ids_TK.reshape(-1, 1),
+        matrices,
+        (weights_TK.new_ones(weights_TK.numel(), 1), ids_TK.reshape(-1, 1)),
         num_active * top_k,
         group,
         fused_experts,

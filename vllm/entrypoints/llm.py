@@ -7,7 +7,6 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.client_args import take_client_args
 from vllm.entrypoints.chat_utils import Message, conversation_prompt
+from vllm.entrypoints.progress import progress
 from vllm.entrypoints.sampling_defaults import sampling_defaults
 from vllm.inputs import PromptType, TokensPrompt
 from vllm.model_executor.model_loader.digest import WeightDigest
@@ -34,6 +34,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.llm_engine import LLMEngine, StepLimits
 from vllm.v1.engine.output_processor import PromptGroup, prompt_of
 from vllm.v1.request import Request
+from vllm.v1.worker.rank_context import RankContext
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -106,7 +107,7 @@ class LLM:
         self.parallel = init_model_parallel(self.config.parallel, platform.group_options, platform.has_reduce_scatter)
         own_device = platform.device(_local_rank(rank, platform))
         self._weight_transfer = IPCWeightTransferEngine(platform, own_device) if weight_transfer_config else None
-        self.core = EngineCore(self.config, self.parallel, platform, ops, own_device)
+        self.core = EngineCore(RankContext(self.config, self.parallel, platform, ops, own_device))
         self.engine = LLMEngine(self.config, self.core, self._tokenizer)
         self._request_counter = itertools.count()
         self._defaults = sampling_defaults(model, generation_config, override_generation_config)
@@ -165,7 +166,7 @@ class LLM:
             if group is not None and group.is_finished and group.request_id not in outputs:
                 build(group)
 
-        with _progress(use_tqdm, count) as bar:
+        with progress(use_tqdm, count) as bar:
             self.engine.run_requests(requests, limits, on_finished)
             for group in groups:
                 if group.request_id not in outputs:  # it was cut, or has finished on another replica
@@ -376,22 +377,6 @@ class LLM:
         if prompt.resumable is None:
             raise ValueError(f"{name} is a finished RequestOutput, expected one that was cut before its end")
         return prompt.resumable.resumed(name, request_id, priority)
-
-
-@contextmanager
-def _progress(use_tqdm: bool | Callable[..., Any], total: int) -> Iterator[Any]:
-    """A bar of `total` prompts, or None; tqdm's own is there on terminals only."""
-    if not use_tqdm:
-        yield None
-        return
-    from tqdm.auto import tqdm  # an engine that shows no bar does without
-
-    make = partial(tqdm, disable=None) if use_tqdm is True else use_tqdm
-    bar = make(total=total, desc="Processed prompts", unit="prompt", dynamic_ncols=True)
-    try:
-        yield bar
-    finally:
-        bar.close()
 
 
 def _known_tags(action: str, tags: Sequence[str] | None) -> list[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -45,14 +45,9 @@ class DecodeMetadata:
         prefill: PrefillMetadata | None = self.scratch.get("as_prefill")
         if prefill is None:
             cu_query_lens = torch.arange(len(self.seq_lens_host) + 1, dtype=torch.int32, device=self.seq_lens.device)
-            prefill = self.scratch["as_prefill"] = PrefillMetadata(
-                np.ones_like(self.seq_lens_host),
-                self.seq_lens_host,
-                cu_query_lens,
-                self.seq_lens,
-                self.block_tables,
-                self.block_size,
-            )
+            lens, on_device = self.seq_lens_host, (cu_query_lens, self.seq_lens, self.block_tables)
+            prefill = PrefillMetadata(np.ones_like(lens), lens, *on_device, self.block_size)
+            self.scratch["as_prefill"] = prefill
         return prefill
 
 
@@ -75,6 +70,35 @@ class PrefillMetadata:
         row_T = np.repeat(np.arange(len(lens)), lens)
         visible_T = (before - starts)[row_T] + np.arange(len(row_T), dtype=np.int64) + 1
         return self.block_tables.index_select(0, torch.from_numpy(row_T).to(self.block_tables.device)), visible_T
+
+
+Angles: TypeAlias = tuple[Tensor, Tensor]
+"""cos and sin of the angles at each token's position, fp32 [T, R] each; the second half of R repeats the first."""
+
+Queries: TypeAlias = tuple[Tensor, Tensor]
+"""Queries of latent attention: their channels without position, [T, N, P] or in latent space [T, N, L], and those with
+position, [T, N, R].
+"""
+
+Choices: TypeAlias = tuple[Tensor, Tensor]
+"""Each token's experts: their weights, fp32 [T, K], and their ids, int64 [T, K]."""
+
+ExpertMatrices: TypeAlias = tuple[Any, Any]
+"""w13 [E, 2F, H] and w2 [E, H, F] of the experts of a rank, weights of the table that takes them."""
+
+FusedExperts: TypeAlias = Callable[[Tensor, ExpertMatrices, Choices, int], Tensor]
+"""See `RolloutOps.fused_experts`."""
+
+
+class RouterSettings(NamedTuple):
+    """How a token chooses its experts, see `RolloutOps.topk_router`."""
+
+    top_k: int
+    num_groups: int
+    topk_groups: int
+    normalize: bool
+    scaling: float
+    scoring: str  # "sigmoid" or "softmax"
 
 
 @dataclass(frozen=True)
@@ -132,9 +156,8 @@ NOT_FINITE = -1
 class SampledTokens:
     """Result of `RolloutOps.sample` for B rows."""
 
-    token_ids_B: (
-        Tensor  # int64; NOT_FINITE where a given logit is NaN or infinite: one transfer brings both to the host
-    )
+    # int64; NOT_FINITE where a given logit is NaN or infinite: one transfer brings both to the host
+    token_ids_B: Tensor
     # fp32, the token's, by the batch's logprobs_mode; a greedy row counts as temperature 1. NaN where the logits are
     # not finite, as given or after the row's own edits and temperature.
     logprobs_B: Tensor
@@ -143,14 +166,12 @@ class SampledTokens:
     top_logprobs_BK: Tensor | None = None  # fp32, -inf for tokens that processed_logprobs excludes
 
 
-class RunBeside(Protocol):
-    """Starts work that nothing needs before its result is asked for; what follows may run at the same time."""
+RunBeside: TypeAlias = Callable[[Callable[[], Any]], Callable[[], Any]]
+"""Starts work that nothing needs before its result is asked for; what follows may run at the same time.
 
-    def __call__(self, work: Callable[[], Any]) -> Callable[[], Any]:
-        """Start `work`; return the function that waits for it and returns its result, to be called once.
-
-        Until that call the caller keeps what `work` reads, and writes nothing of it.
-        """
+It returns the function that waits for the work and returns its result, to be called once. Until that call the caller
+keeps what the work reads, and writes nothing of it.
+"""
 
 
 def run_at_once(work: Callable[[], Any]) -> Callable[[], Any]:
@@ -210,23 +231,23 @@ class RolloutOps:
         (bf16).
     add_rms_norm(x_TH, residual_TH, weight_H, eps) -> (normed [T, H], sum [T, H])
         sum = x + residual, normed = rms_norm(sum, weight, eps). x may be overwritten. 1e-6 (fp32), 1e-2 (bf16).
-    rotary_interleaved(x_TNR, cos_TR, sin_TR) -> [T, N, R]
+    rotary_interleaved(x_TNR, angles: Angles) -> [T, N, R]
         Rotates the pairs (x[2i], x[2i+1]) by angle i; the output holds all first members, then all second members:
-        out[i] = x[2i] cos[i] - x[2i+1] sin[i]; out[R/2+i] = x[2i+1] cos[i] + x[2i] sin[i]. cos and sin (fp32) repeat
-        their first half in the second. x may be strided. 1e-6 (fp32).
-    norm_rope_write_kv(cache, kv_TD, weight_L, eps, cos_TR, sin_TR, slots_T) -> None
+        out[i] = x[2i] cos[i] - x[2i+1] sin[i]; out[R/2+i] = x[2i+1] cos[i] + x[2i] sin[i]. x may be strided. 1e-6
+        (fp32).
+    norm_rope_write_kv(cache, kv_TD, weight_L, eps, angles: Angles, slots_T) -> None
         Writes rms_norm(kv[t, :L], weight, eps), then rotary_interleaved of kv[t, L:], to the cache's slot slots_T[t] =
         block * block_size + offset (int64, no slot twice). kv may be a strided slice of columns. Tolerances of the two.
-    mla_decode(q_latent_BNL, q_rope_BNR, cache, meta: DecodeMetadata, scale) -> out_BNL
+    mla_decode((q_latent_BNL, q_rope_BNR): Queries, cache, meta: DecodeMetadata, scale) -> out_BNL
         Absorbed form: the sum of latent_s over the sequence, weighted by softmax(scale * (q_latent . latent_s +
         q_rope . rope_s)). 1e-5 (fp32). None: a decode step uses mla_prefill.
-    mla_prefill(q_nope_TNP, q_rope_TNR, kv_b_NCL, cache, meta: PrefillMetadata, scale) -> out_TNV
+    mla_prefill((q_nope_TNP, q_rope_TNR): Queries, kv_b_NCL, cache, meta: PrefillMetadata, scale) -> out_TNV
         Causal attention of packed new tokens over each sequence's whole cached context, in which the new tokens are
         already written. kv_b_NCL, C = P + V, expands a latent into the keys (first P) and values of each head. 1e-5
         (fp32).
     new_gqa_cache(num_blocks, block_size, G, D, dtype, device) -> KVCache
         One layer's cache of keys and values, finite everywhere. Reference: [num_blocks, block_size, 2, G, D].
-    rope_write_gqa(cache, qkv_TMD, bias_MD | None, norms: HeadNorms | None, cos_TR, sin_TR, slots_T) -> q_TND
+    rope_write_gqa(cache, qkv_TMD, bias_MD | None, norms: HeadNorms | None, angles: Angles, slots_T) -> q_TND
         The M = N + 2 G heads of qkv are N of queries, then G of keys, then G of values. The bias is added and rms_norm
         applied to each head of queries and keys, then their channels (i, i + R/2) are rotated by angle i, where R <= D
         are the first channels of a head and the others stay: out[i] = x[i] cos[i] - x[i+R/2] sin[i]; out[i+R/2] =
@@ -237,18 +258,17 @@ class RolloutOps:
         1e-5 (fp32).
     gqa_prefill(q_TND, cache, meta: PrefillMetadata, scale) -> [T, N, D]
         The same, causal, of packed new tokens over each sequence's whole cached context. 1e-5 (fp32).
-    topk_router(logits_TE fp32, bias_E fp32 | None, top_k, num_groups, topk_groups, normalize, scaling, scoring) ->
-    (weights_TK fp32, ids_TK int64)
+    topk_router(logits_TE fp32, bias_E fp32 | None, routing: RouterSettings) -> choices: Choices
         scoring "sigmoid" (DeepSeek-V3, arXiv:2412.19437 eq. 12-16): scores = sigmoid(logits); scores + bias only
         select: the groups with the largest sum of their two best experts, then the top_k experts of those groups.
         "softmax" (DeepSeek-V2, arXiv:2405.04434 sec. 2.1.2): scores = softmax(logits), a group is ranked by its best
         expert. weights = scores of the chosen experts, divided by their sum (+1e-20) if normalize, times scaling. bias
         None is 0. The order of the K choices is free.
-    fused_experts(x_TH, w13_E2FH, w2_EHF, weights_TK, ids_TK, first_expert) -> [T, H]
-        sum_k weights[t,k] * w2[e] silu_and_mul(w13[e] x[t]) over the chosen experts that this rank holds,
-        e = ids[t,k] - first_expert in [0, E); the other ranks' experts add nothing. w13 holds gate rows, then up rows:
-        a packed one has two parts. T may be 0.
-    exchanged_experts(x_TH, w13_E2FH, w2_EHF, weights_TK, ids_TK, num_active, group) -> [T, H]
+    fused_experts(x_TH, matrices: ExpertMatrices, choices: Choices, first_expert) -> [T, H]
+        With w13, w2 = matrices and weights, ids = choices: sum_k weights[t,k] * w2[e] silu_and_mul(w13[e] x[t]) over
+        the chosen experts that this rank holds, e = ids[t,k] - first_expert in [0, E); the other ranks' experts add
+        nothing. w13 holds gate rows, then up rows: a packed one has two parts. T may be 0.
+    exchanged_experts(x_TH, matrices: ExpertMatrices, choices: Choices, num_active, group) -> [T, H]
         fused_experts over the experts of all ranks of the group: each token is sent to the ranks that hold its chosen
         experts and its results are sent back. Rank r of the group holds experts [r E, (r + 1) E). Collective: every
         rank calls it with the same T >= 1 and its own num_active in [0, T]; rows from num_active on are padding, which
@@ -272,17 +292,17 @@ class RolloutOps:
     head_linear: Callable[[Tensor, Tensor], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
-    rotary_interleaved: Callable[[Tensor, Tensor, Tensor], Tensor]
-    norm_rope_write_kv: Callable[[KVCache, Tensor, Tensor, float, Tensor, Tensor, Tensor], None]
-    mla_decode: Callable[[Tensor, Tensor, KVCache, DecodeMetadata, float], Tensor] | None
-    mla_prefill: Callable[[Tensor, Tensor, Tensor, KVCache, PrefillMetadata, float], Tensor]
+    rotary_interleaved: Callable[[Tensor, Angles], Tensor]
+    norm_rope_write_kv: Callable[[KVCache, Tensor, Tensor, float, Angles, Tensor], None]
+    mla_decode: Callable[[Queries, KVCache, DecodeMetadata, float], Tensor] | None
+    mla_prefill: Callable[[Queries, Tensor, KVCache, PrefillMetadata, float], Tensor]
     new_gqa_cache: Callable[[int, int, int, int, torch.dtype, torch.device], KVCache]
-    rope_write_gqa: Callable[[KVCache, Tensor, Tensor | None, HeadNorms | None, Tensor, Tensor, Tensor], Tensor]
+    rope_write_gqa: Callable[[KVCache, Tensor, Tensor | None, HeadNorms | None, Angles, Tensor], Tensor]
     gqa_decode: Callable[[Tensor, KVCache, DecodeMetadata, float], Tensor]
     gqa_prefill: Callable[[Tensor, KVCache, PrefillMetadata, float], Tensor]
-    topk_router: Callable[[Tensor, Tensor | None, int, int, int, bool, float, str], tuple[Tensor, Tensor]]
-    fused_experts: Callable[[Tensor, Any, Any, Tensor, Tensor, int], Tensor]
-    exchanged_experts: Callable[[Tensor, Any, Any, Tensor, Tensor, int, GroupCoordinator], Tensor]
+    topk_router: Callable[[Tensor, Tensor | None, RouterSettings], Choices]
+    fused_experts: FusedExperts
+    exchanged_experts: Callable[[Tensor, ExpertMatrices, Choices, int, GroupCoordinator], Tensor]
     silu_and_mul: Callable[[Tensor], Tensor]
     sample: Callable[[Tensor, SamplingBatch], SampledTokens]
     implementations: dict[str, str]
@@ -338,6 +358,12 @@ class RolloutOps:
         """Names of the ops: the fields before `implementations`."""
         names = [field.name for field in fields(cls)]
         return set(names[: names.index("implementations")])
+
+
+def entries_of(*owners: object) -> dict[str, Any]:
+    """Name -> the entry of a table that is a method of one of `owners`."""
+    names = RolloutOps.entries()
+    return {name: getattr(owner, name) for owner in owners for name in names if hasattr(owner, name)}
 
 
 _PROVIDER = "'module:function', e.g. 'vllm.ops.reference:rollout_ops'"

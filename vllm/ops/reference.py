@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm.ops.contract import KVCache, RolloutOps
+from vllm.ops.contract import Angles, KVCache, RolloutOps
 from vllm.ops.reference_attention import mla_decode, mla_prefill
 from vllm.ops.reference_gqa import gqa_decode, gqa_prefill, new_gqa_cache, rope_write_gqa
-from vllm.ops.reference_moe import exchanged_experts, fused_experts, silu_and_mul, topk_router
+from vllm.ops.reference_moe import all_to_all_experts, fused_experts, silu_and_mul, topk_router
 from vllm.ops.reference_norm import add_rms_norm, rms_norm
 from vllm.ops.reference_sample import sample
 
@@ -36,7 +38,8 @@ def head_linear(x_TNI: Tensor, weight_NIO: Tensor) -> Tensor:
     return torch.bmm(x_TNI.transpose(0, 1), weight_NIO).transpose(0, 1)
 
 
-def rotary_interleaved(x_TNR: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+def rotary_interleaved(x_TNR: Tensor, angles: Angles) -> Tensor:
+    cos_TR, sin_TR = angles
     # A pair is a complex number and its rotation a product: one pass over the data instead of six.
     half = x_TNR.shape[-1] // 2
     x_fp32 = x_TNR.float()
@@ -48,16 +51,10 @@ def rotary_interleaved(x_TNR: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
 
 
 def norm_rope_write_kv(
-    cache: KVCache,
-    kv_TD: Tensor,
-    weight_L: Tensor,
-    eps: float,
-    cos_TR: Tensor,
-    sin_TR: Tensor,
-    slots_T: Tensor,
+    cache: KVCache, kv_TD: Tensor, weight_L: Tensor, eps: float, angles: Angles, slots_T: Tensor
 ) -> None:
     latent = len(weight_L)
-    rope_TR = rotary_interleaved(kv_TD[:, None, latent:], cos_TR, sin_TR)[:, 0]
+    rope_TR = rotary_interleaved(kv_TD[:, None, latent:], angles)[:, 0]
     write_kv(cache, rms_norm(kv_TD[:, :latent], weight_L, eps), rope_TR, slots_T)
 
 
@@ -84,7 +81,7 @@ def rollout_ops() -> RolloutOps:
         gqa_prefill=gqa_prefill,
         topk_router=topk_router,
         fused_experts=fused_experts,
-        exchanged_experts=exchanged_experts,
+        exchanged_experts=partial(all_to_all_experts, experts=fused_experts),
         silu_and_mul=silu_and_mul,
         sample=sample,
         not_capturable=("mla_decode", "fused_experts", "exchanged_experts", "gqa_decode"),

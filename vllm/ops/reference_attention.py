@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm.ops.contract import DecodeMetadata, KVCache, PrefillMetadata
+from vllm.ops.contract import DecodeMetadata, KVCache, PrefillMetadata, Queries
 
 MAX_PADDING_RATIO = 2.0
 
@@ -30,12 +30,17 @@ class DecodeGroup:
 
 @dataclass
 class PrefillGroup:
-    tokens: (
-        Tensor  # int64 [b * Q] index of each padded query among the step's new tokens (padding repeats the last one)
-    )
+    tokens: Tensor  # int64 [b * Q], each padded query among the step's new tokens; padding repeats the last one
     keep: Tensor | None  # int64 indices into b * Q of the real queries, None = all
     blocks: Tensor  # [b, n]
     mask: Tensor  # [b, 1, Q, S] 0 or -inf
+
+    def write(self, out: Tensor, results: Tensor) -> None:
+        """Write the results of the padded queries, [b * Q, ...], to their tokens' rows of `out`."""
+        if self.keep is None:
+            out[self.tokens] = results
+        else:
+            out[self.tokens[self.keep]] = results[self.keep]
 
 
 def split_by_cost(costs: np.ndarray) -> list[np.ndarray]:
@@ -72,16 +77,15 @@ def plan_decode(meta: DecodeMetadata, pages: Tensor) -> list[DecodeGroup]:
     return groups
 
 
-def mla_decode(q_latent_BNL: Tensor, q_rope_BNR: Tensor, cache: KVCache, meta: DecodeMetadata, scale: float) -> Tensor:
+def mla_decode(q: Queries, cache: KVCache, meta: DecodeMetadata, scale: float) -> Tensor:
     (pages,) = cache
     groups = meta.scratch.get("groups")
     if groups is None:
         groups = meta.scratch["groups"] = plan_decode(meta, pages)
-    latent = q_latent_BNL.shape[-1]
-    q_BND = torch.cat((q_latent_BNL, q_rope_BNR), dim=-1)
+    latent, q_BND = q[0].shape[-1], torch.cat(q, dim=-1)
     if len(groups) == 1:
         return _decode_group(q_BND, pages, groups[0], latent, scale)
-    out_BNL = q_BND.new_empty(q_latent_BNL.shape)
+    out_BNL = q_BND.new_empty(q[0].shape)
     for group in groups:
         out_BNL[group.rows] = _decode_group(q_BND[group.rows], pages, group, latent, scale)
     return out_BNL
@@ -116,9 +120,8 @@ def plan_prefill(meta: PrefillMetadata, pages: Tensor) -> list[PrefillGroup]:
     return groups
 
 
-def mla_prefill(
-    q_nope_TNP: Tensor, q_rope_TNR: Tensor, kv_b_NCL: Tensor, cache: KVCache, meta: PrefillMetadata, scale: float
-) -> Tensor:
+def mla_prefill(q: Queries, kv_b_NCL: Tensor, cache: KVCache, meta: PrefillMetadata, scale: float) -> Tensor:
+    q_nope_TNP, q_rope_TNR = q
     (pages,) = cache
     groups = meta.scratch.get("groups")
     if groups is None:
@@ -133,11 +136,8 @@ def mla_prefill(
         num_queries = len(group.tokens) // len(group.blocks)
         is_absorbed = num_queries * (2 * latent - expanded) <= latent * expanded
         attend = _prefill_absorbed if is_absorbed else _prefill_expanded
-        out = attend(q_nope_TNP[group.tokens], q_rope_TNR[group.tokens], kv_b_NCL, kv_bSD, group.mask, scale)
-        if group.keep is None:
-            out_TNV[group.tokens] = out
-        else:
-            out_TNV[group.tokens[group.keep]] = out[group.keep]
+        queries = q_nope_TNP[group.tokens], q_rope_TNR[group.tokens]
+        group.write(out_TNV, attend(*queries, kv_b_NCL, kv_bSD, group.mask, scale))
     return out_TNV
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hf_formats.fp8 import BLOCK, FP8_DTYPE, FP8_MAX, scales_of_peaks
+from vllm.ops.contract import Choices, ExpertMatrices
 from vllm.ops.reference_moe import silu_and_mul
 from vllm.ops.weights import Fp8Operand
 
@@ -40,15 +41,10 @@ def linear(x_TI: Tensor, weight_OI: Fp8Operand) -> Tensor:
     return (products_CTO * scale_TC.T[:, :, None] * scale_OC.T[:, None, :]).sum(0).to(weight_OI.dtype)
 
 
-def fused_experts(
-    x_TH: Tensor,
-    w13_E2FH: Fp8Operand,
-    w2_EHF: Fp8Operand,
-    weights_TK: Tensor,
-    ids_TK: Tensor,
-    first_expert: int,
-) -> Tensor:
+def fused_experts(x_TH: Tensor, matrices: ExpertMatrices, choices: Choices, first_expert: int) -> Tensor:
     """See ``RolloutOps.fused_experts``: what lies between the two products is rounded, and quantised from that."""
+    w13_E2FH, w2_EHF = matrices
+    weights_TK, ids_TK = choices
     out_TH = torch.zeros_like(x_TH)
     for expert in range(len(w13_E2FH)):
         tokens_S, choices_S = (ids_TK == first_expert + expert).nonzero(as_tuple=True)

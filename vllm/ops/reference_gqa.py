@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm.ops.contract import DecodeMetadata, HeadNorms, KVCache, PrefillMetadata
+from vllm.ops.contract import Angles, DecodeMetadata, HeadNorms, KVCache, PrefillMetadata
 from vllm.ops.reference_attention import DecodeGroup, plan_decode, plan_prefill
 from vllm.ops.reference_norm import rms_norm
 
@@ -22,13 +22,7 @@ def new_gqa_cache(
 
 
 def rope_write_gqa(
-    cache: KVCache,
-    qkv_TMD: Tensor,
-    bias_MD: Tensor | None,
-    norms: HeadNorms | None,
-    cos_TR: Tensor,
-    sin_TR: Tensor,
-    slots_T: Tensor,
+    cache: KVCache, qkv_TMD: Tensor, bias_MD: Tensor | None, norms: HeadNorms | None, angles: Angles, slots_T: Tensor
 ) -> Tensor:
     (pages,) = cache
     kv_heads = pages.shape[3]
@@ -37,13 +31,14 @@ def rope_write_gqa(
     q_TND, k_TGD, v_TGD = qkv_TMD.tensor_split((-2 * kv_heads, -kv_heads), dim=1)
     if norms is not None:
         q_TND, k_TGD = rms_norm(q_TND, norms.q_weight_D, norms.eps), rms_norm(k_TGD, norms.k_weight_D, norms.eps)
-    k_TGD = rotary_half(k_TGD, cos_TR, sin_TR)
+    k_TGD = rotary_half(k_TGD, angles)
     pages.view(-1, *pages.shape[2:]).index_copy_(0, slots_T, torch.stack((k_TGD, v_TGD), dim=1))
-    return rotary_half(q_TND, cos_TR, sin_TR)
+    return rotary_half(q_TND, angles)
 
 
-def rotary_half(x_TND: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+def rotary_half(x_TND: Tensor, angles: Angles) -> Tensor:
     """Channels (i, i + R/2) turned by angle i; those from R on stay."""
+    cos_TR, sin_TR = angles
     turned, kept = x_TND.tensor_split((cos_TR.shape[1],), dim=-1)
     first, second = turned.float().chunk(2, dim=-1)
     rotated = torch.cat((-second, first), dim=-1) * sin_TR[:, None]
@@ -89,11 +84,7 @@ def gqa_prefill(q_TND: Tensor, cache: KVCache, meta: PrefillMetadata, scale: flo
         scores = scores.add_(group.mask[:, None])
         weights = scores.softmax(dim=-1, dtype=torch.float32).to(pages.dtype)
         out_bGMQD = torch.matmul(weights.flatten(2, 3), v_bGSD).view(q_bGMQD.shape)
-        out = out_bGMQD.permute(0, 3, 1, 2, 4).reshape(-1, *q_TND.shape[1:])
-        if group.keep is None:
-            out_TND[group.tokens] = out
-        else:
-            out_TND[group.tokens[group.keep]] = out[group.keep]
+        group.write(out_TND, out_bGMQD.permute(0, 3, 1, 2, 4).reshape(-1, *q_TND.shape[1:]))
     return out_TND
 
 

@@ -6,14 +6,13 @@ Letters: T tokens of this rank, S its choices (token and expert), A choices that
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from vllm.distributed.parallel_state import GroupCoordinator
+from vllm.ops.contract import Choices, ExpertMatrices, FusedExperts, RouterSettings
 
 
 def silu_and_mul(x_T2F: Tensor) -> Tensor:
@@ -21,16 +20,8 @@ def silu_and_mul(x_T2F: Tensor) -> Tensor:
     return F.silu(gate_TF).mul_(up_TF)
 
 
-def topk_router(
-    logits_TE: Tensor,
-    bias_E: Tensor | None,
-    top_k: int,
-    num_groups: int,
-    topk_groups: int,
-    normalize: bool,
-    scaling: float,
-    scoring: str,
-) -> tuple[Tensor, Tensor]:
+def topk_router(logits_TE: Tensor, bias_E: Tensor | None, routing: RouterSettings) -> Choices:
+    top_k, num_groups, topk_groups, normalize, scaling, scoring = routing
     assert scoring in ("sigmoid", "softmax"), scoring
     scores_TE = logits_TE.sigmoid() if scoring == "sigmoid" else logits_TE.softmax(-1)
     choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
@@ -48,9 +39,9 @@ def topk_router(
     return weights_TK * scaling, ids_TK
 
 
-def fused_experts(
-    x_TH: Tensor, w13_E2FH: Tensor, w2_EHF: Tensor, weights_TK: Tensor, ids_TK: Tensor, first_expert: int
-) -> Tensor:
+def fused_experts(x_TH: Tensor, matrices: ExpertMatrices, choices: Choices, first_expert: int) -> Tensor:
+    w13_E2FH, w2_EHF = matrices
+    weights_TK, ids_TK = choices
     num_experts, top_k = len(w13_E2FH), ids_TK.shape[1]
     out_TH = torch.zeros_like(x_TH)
     experts_S = ids_TK.reshape(-1) - first_expert
@@ -84,27 +75,10 @@ def _segment_products(x_SI: Tensor, weights_EOI: Tensor, counts: list[int], out_
             torch.mm(x_sI, weight_IO, out=out_sO)
 
 
-FusedExperts = Callable[[Tensor, Any, Any, Tensor, Tensor, int], Tensor]
-
-
-def exchanged_experts(
-    x_TH: Tensor,
-    w13_E2FH: Tensor,
-    w2_EHF: Tensor,
-    weights_TK: Tensor,
-    ids_TK: Tensor,
-    num_active: int,
-    group: GroupCoordinator,
-) -> Tensor:
-    return all_to_all_experts(x_TH, w13_E2FH, w2_EHF, weights_TK, ids_TK, num_active, group, fused_experts)
-
-
 def all_to_all_experts(
     x_TH: Tensor,
-    w13_E2FH: Any,
-    w2_EHF: Any,
-    weights_TK: Tensor,
-    ids_TK: Tensor,
+    matrices: ExpertMatrices,
+    choices: Choices,
     num_active: int,
     group: GroupCoordinator,
     experts: FusedExperts,
@@ -112,7 +86,8 @@ def all_to_all_experts(
     """`exchanged_experts` with any table's `fused_experts` for the work in between; waits for the device once, to learn
     how many choices go where.
     """
-    num_here, top_k = len(w13_E2FH), ids_TK.shape[1]
+    weights_TK, ids_TK = choices
+    num_here, top_k = len(matrices[0]), ids_TK.shape[1]
     ids_S = ids_TK[:num_active].reshape(-1)
     order_S = ids_S.float().argsort(stable=True)  # by expert, and so by rank; accelerators do not sort integers
     sent_G = torch.bincount(ids_S // num_here, minlength=group.world_size)
@@ -120,9 +95,8 @@ def all_to_all_experts(
     tokens_S = torch.div(order_S, top_k, rounding_mode="floor")
     rows_AH = group.all_to_all(x_TH.index_select(0, tokens_S), *counts_2G)
     ids_A1 = group.all_to_all(ids_S[order_S], *counts_2G).unsqueeze(1)
-    done_AH = experts(
-        rows_AH, w13_E2FH, w2_EHF, weights_TK.new_ones(len(rows_AH), 1), ids_A1, group.rank_in_group * num_here
-    )
+    chosen_A1 = weights_TK.new_ones(len(rows_AH), 1), ids_A1
+    done_AH = experts(rows_AH, matrices, chosen_A1, group.rank_in_group * num_here)
     done_SH = group.all_to_all(done_AH, *reversed(counts_2G))
     weights_S = weights_TK[:num_active].reshape(-1).index_select(0, order_S)
     done_SH = done_SH * weights_S.unsqueeze(1).to(done_SH.dtype)

@@ -7,9 +7,10 @@ looking inside. Letters: E experts, O outputs, I inputs, R rows and C columns of
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -83,23 +84,15 @@ class PackedMatrix:
 Weight: TypeAlias = nn.Parameter | PackedWeight
 
 
-class NewWeight(Protocol):
-    """Makes the weight of one layer, uninitialised, in torch's default dtype and on its default device."""
+NewWeight: TypeAlias = Callable[..., Weight]
+"""Makes the weight of one layer, uninitialised, in torch's default dtype and on its default device:
 
-    def __call__(
-        self,
-        out_sizes: Sequence[int],
-        in_size: int,
-        num_experts: int | None = None,
-        *,
-        by_row: bool = False,
-        may_pack: bool = True,
-    ) -> Weight:
-        """Return [sum(out_sizes), in_size], matrices of one input one below the other, or that of each expert.
+new_weight(out_sizes, in_size, num_experts=None, *, by_row=False, may_pack=True) -> [sum(out_sizes), in_size], matrices
+of one input one below the other, or that of each expert.
 
-        by_row: its rows are also looked up (`RolloutOps.embedding`).
-        may_pack: whether it may be a `PackedWeight`, with one part for each of `out_sizes`.
-        """
+by_row: its rows are also looked up (`RolloutOps.embedding`).
+may_pack: whether it may be a `PackedWeight`, with one part for each of `out_sizes`.
+"""
 
 
 def new_plain_weight(
@@ -117,18 +110,10 @@ def new_plain_weight(
     return nn.Parameter(torch.empty(*experts, in_size, sum(out_sizes)).transpose(-1, -2), requires_grad=False)
 
 
-def new_row_major_weight(
-    out_sizes: Sequence[int],
-    in_size: int,
-    num_experts: int | None = None,
-    *,
-    by_row: bool = False,
-    may_pack: bool = True,
-) -> Weight:
-    """Return a parameter [(E,) O, I] whose memory is in this order: both factors of x weight^T then have their inputs
-    side by side, the one order that tensor cores take of FP8.
-    """
-    return new_plain_weight(out_sizes, in_size, num_experts, by_row=True)
+new_row_major_weight: NewWeight = partial(new_plain_weight, by_row=True)
+"""Makes parameters [(E,) O, I] whose memory is in this order: both factors of x weight^T then have their inputs side by
+side, the one order that tensor cores take of FP8.
+"""
 
 
 @dataclass(frozen=True)

@@ -91,9 +91,8 @@ class Request:
     def policy_versions(self, start: int = 0) -> list[int]:
         """The version of the weights that each output token from the `start`-th on was drawn from."""
         versions: list[int] = []
-        for index, (begin, version) in enumerate(self.policy_starts):
-            is_last = index + 1 == len(self.policy_starts)
-            end = self.num_output_tokens if is_last else self.policy_starts[index + 1][0]
+        ends = [*(begin for begin, _ in self.policy_starts[1:]), self.num_output_tokens]
+        for (begin, version), end in zip(self.policy_starts, ends, strict=False):
             versions += [version] * (end - max(begin, start))
         return versions
 

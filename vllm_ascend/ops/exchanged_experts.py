@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from vllm.distributed.parallel_state import GroupCoordinator
+from vllm.ops.contract import Choices, ExpertMatrices
 from vllm.ops.reference_moe import all_to_all_experts
 from vllm_ascend.ops.fused_experts import fused_experts, grouped_matmul
 
@@ -45,19 +46,13 @@ class ExchangedExperts:
         self._masks: dict[tuple[int, int, torch.device], tuple[Tensor, Tensor]] = {}
 
     def __call__(
-        self,
-        x_TH: Tensor,
-        w13_E2FH: Tensor,
-        w2_EHF: Tensor,
-        weights_TK: Tensor,
-        ids_TK: Tensor,
-        num_active: int,
-        group: GroupCoordinator,
+        self, x_TH: Tensor, matrices: ExpertMatrices, choices: Choices, num_active: int, group: GroupCoordinator
     ) -> Tensor:
-        if not is_one_call(x_TH, ids_TK.shape[1], len(w13_E2FH), group.world_size):
-            return all_to_all_experts(x_TH, w13_E2FH, w2_EHF, weights_TK, ids_TK, num_active, group, fused_experts)
+        weights_TK, ids_TK = choices
+        if not is_one_call(x_TH, ids_TK.shape[1], len(matrices[0]), group.world_size):
+            return all_to_all_experts(x_TH, matrices, choices, num_active, group, fused_experts)
         masks = self._masks_of(len(x_TH), num_active, x_TH.device)
-        return _dispatch_and_combine(x_TH, w13_E2FH, w2_EHF, weights_TK.float(), ids_TK.int(), masks, group)
+        return _dispatch_and_combine(x_TH, matrices, (weights_TK.float(), ids_TK.int()), masks, group)
 
     def _masks_of(self, rows: int, num_active: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Bool [T], whether a row is active, and bool [T, 1], whether it is not."""
@@ -164,18 +159,12 @@ def _up(size: int, step: int) -> int:
 
 
 def _dispatch_and_combine(
-    x_TH: Tensor,
-    w13_E2FH: Tensor,
-    w2_EHF: Tensor,
-    weights_TK: Tensor,
-    ids_TK: Tensor,
-    masks: tuple[Tensor, Tensor],
-    group: GroupCoordinator,
+    x_TH: Tensor, matrices: ExpertMatrices, choices: Choices, masks: tuple[Tensor, Tensor], group: GroupCoordinator
 ) -> Tensor:
     import torch_npu
 
-    is_active_T, is_padding_T1 = masks
-
+    w13_E2FH, w2_EHF = matrices
+    (weights_TK, ids_TK), (is_active_T, is_padding_T1) = choices, masks
     rank, num_ranks, communicator = group.rank_in_group, group.world_size, _communicator(group)
     num_experts = len(w13_E2FH) * num_ranks
     rows_AH, _, assist_info, counts_E, ep_counts, tp_counts, _ = torch_npu.npu_moe_distribute_dispatch_v2(

@@ -10,18 +10,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vllm.ops.contract import Choices, ExpertMatrices
+
 # Codes of npu_grouped_matmul.
 SPLIT_ROWS = 0  # group_type
 ONE_OUTPUT = 3  # split_item
 COUNTS = 1  # group_list_type
 
 
-def fused_experts(
-    x_TH: Tensor, w13_E2FH: Tensor, w2_EHF: Tensor, weights_TK: Tensor, ids_TK: Tensor, first_expert: int
-) -> Tensor:
+def fused_experts(x_TH: Tensor, matrices: ExpertMatrices, choices: Choices, first_expert: int) -> Tensor:
     """See ``RolloutOps.fused_experts``."""
     import torch_npu
 
+    (w13_E2FH, w2_EHF), (weights_TK, ids_TK) = matrices, choices
     if len(x_TH) == 0:
         return torch.zeros_like(x_TH)
     num_experts = len(w13_E2FH)

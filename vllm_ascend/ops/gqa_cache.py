@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm.ops.contract import HeadNorms, KVCache
+from vllm.ops.contract import Angles, HeadNorms, KVCache
 from vllm_ascend.ops.rms_norm import rms_norm
 
 
@@ -23,13 +23,7 @@ def new_gqa_cache(
 
 
 def rope_write_gqa(
-    cache: KVCache,
-    qkv_TMD: Tensor,
-    bias_MD: Tensor | None,
-    norms: HeadNorms | None,
-    cos_TR: Tensor,
-    sin_TR: Tensor,
-    slots_T: Tensor,
+    cache: KVCache, qkv_TMD: Tensor, bias_MD: Tensor | None, norms: HeadNorms | None, angles: Angles, slots_T: Tensor
 ) -> Tensor:
     """See ``RolloutOps.rope_write_gqa``."""
     import torch_npu
@@ -41,7 +35,7 @@ def rope_write_gqa(
     q_TND, k_TGD, v_TGD = qkv_TMD.tensor_split((-2 * kv_heads, -kv_heads), dim=1)
     if norms is not None:
         q_TND, k_TGD = _normed(q_TND, norms.q_weight_D, norms.eps), _normed(k_TGD, norms.k_weight_D, norms.eps)
-    cos, sin = cos_TR.to(qkv_TMD.dtype)[None, :, None], sin_TR.to(qkv_TMD.dtype)[None, :, None]
+    cos, sin = (part_TR.to(qkv_TMD.dtype)[None, :, None] for part_TR in angles)
     q_TND, k_TGD = _rotated(q_TND, cos, sin), _rotated(k_TGD, cos, sin)
     for pages, new_TGD in zip(cache, (k_TGD, v_TGD), strict=True):
         new_TC = new_TGD.flatten(1).contiguous()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm.ops.contract import KVCache
+from vllm.ops.contract import Angles, KVCache
 from vllm_ascend.ops.kv_layout import FRACTAL, is_nz, nz_rows, page_shape
 from vllm_ascend.ops.rms_norm import rms_norm
 from vllm_ascend.ops.rotary import rotary_interleaved
@@ -35,20 +35,14 @@ def new_kv_cache(
 
 
 def norm_rope_write_kv(
-    cache: KVCache,
-    kv_TD: Tensor,
-    weight_L: Tensor,
-    eps: float,
-    cos_TR: Tensor,
-    sin_TR: Tensor,
-    slots_T: Tensor,
+    cache: KVCache, kv_TD: Tensor, weight_L: Tensor, eps: float, angles: Angles, slots_T: Tensor
 ) -> None:
     """See ``RolloutOps.norm_rope_write_kv``."""
     import torch_npu
 
     latent = len(weight_L)
     if kv_TD.dtype == torch.float32 or (latent, kv_TD.shape[1] - latent) != ONE_KERNEL_SIZES:
-        rope_TR = rotary_interleaved(kv_TD[:, None, latent:], cos_TR, sin_TR)[:, 0]
+        rope_TR = rotary_interleaved(kv_TD[:, None, latent:], angles)[:, 0]
         write_kv(cache, rms_norm(kv_TD[:, :latent], weight_L, eps), rope_TR, slots_T)
         return
     cache_mode = "PA"
@@ -61,11 +55,12 @@ def norm_rope_write_kv(
     latent_pages, rope_pages = (
         pages.view(len(pages), -1, 1, channels) for pages, channels in zip(cache, ONE_KERNEL_SIZES, strict=True)
     )
+    cos_T11R, sin_T11R = (part_TR.to(kv_TD.dtype)[:, None, None, :] for part_TR in angles)
     torch_npu.npu_kv_rmsnorm_rope_cache(
         kv_TD[:, None, None, :].contiguous(),  # [batch, 1, sequence, D] with one token in each sequence
         weight_L,
-        cos_TR.to(kv_TD.dtype)[:, None, None, :],
-        sin_TR.to(kv_TD.dtype)[:, None, None, :],
+        cos_T11R,
+        sin_T11R,
         slots_T,
         rope_pages,
         latent_pages,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm.ops.contract import DecodeMetadata, KVCache
+from vllm.ops.contract import DecodeMetadata, KVCache, Queries
 from vllm.transformers_utils.config import HFConfig
 from vllm_ascend.ops.kv_layout import is_nz, read_blocks
 from vllm_ascend.ops.paged_attention import gathered_attention, paged_attention
@@ -24,11 +24,12 @@ ALL_HEADS_FROM, HEADS_BEFORE = "8.3", (32, 64, 128)  # of CANN
 BLOCK_STEP, MAX_BLOCK = 16, 512
 
 
-def mla_decode(q_latent_BNL: Tensor, q_rope_BNR: Tensor, cache: KVCache, meta: DecodeMetadata, scale: float) -> Tensor:
+def mla_decode(q: Queries, cache: KVCache, meta: DecodeMetadata, scale: float) -> Tensor:
     """See ``RolloutOps.mla_decode``."""
+    q_latent_BNL, q_rope_BNR = q
     if _is_paged(q_latent_BNL.shape[-1], q_rope_BNR.shape[-1], q_latent_BNL.dtype != torch.float32):
-        return _paged(q_latent_BNL, q_rope_BNR, cache, meta, scale)
-    return _gathered(torch.cat((q_latent_BNL, q_rope_BNR), dim=-1), cache, meta, scale)[..., : q_latent_BNL.shape[-1]]
+        return _paged(q, cache, meta, scale)
+    return _gathered(torch.cat(q, dim=-1), cache, meta, scale)[..., : q_latent_BNL.shape[-1]]
 
 
 def head_problem(heads: int, hf: HFConfig, dtype: str) -> str | None:
@@ -54,10 +55,10 @@ def _is_paged(latent: int, rope: int, is_half_precision: bool) -> bool:
     return is_half_precision and (latent, rope) == (PAGED_LATENT, PAGED_ROPE)
 
 
-def _paged(q_latent_BNL: Tensor, q_rope_BNR: Tensor, cache: KVCache, meta: DecodeMetadata, scale: float) -> Tensor:
+def _paged(q: Queries, cache: KVCache, meta: DecodeMetadata, scale: float) -> Tensor:
     # One query of each sequence and one KV head. Pages [num_blocks, 1, block_size, C] take queries as [B, N, 1, C], and
     # pages of fractals [num_blocks, 1, C/16, block_size, 16] as [B, 1, N, C].
-    latent_pages, rope_pages = (pages.unsqueeze(1) for pages in cache)
+    (q_latent_BNL, q_rope_BNR), (latent_pages, rope_pages) = q, (pages.unsqueeze(1) for pages in cache)
     layout, query_dim = ("BSND", 1) if is_nz(cache[0]) else ("BNSD", 2)
     out = paged_attention(
         q_latent_BNL.unsqueeze(query_dim).contiguous(),

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm.ops.contract import KVCache, PrefillMetadata
+from vllm.ops.contract import KVCache, PrefillMetadata, Queries
 from vllm_ascend.ops.kv_layout import read_tokens
 from vllm_ascend.ops.packed_context import CausalAttention, context_slots
 
@@ -22,19 +22,11 @@ class MlaPrefill:
     def __init__(self) -> None:
         self._attend = CausalAttention()
 
-    def __call__(
-        self,
-        q_nope_TNP: Tensor,
-        q_rope_TNR: Tensor,
-        kv_b_NCL: Tensor,
-        cache: KVCache,
-        meta: PrefillMetadata,
-        scale: float,
-    ) -> Tensor:
-        heads, nope = q_nope_TNP.shape[1:]
+    def __call__(self, q: Queries, kv_b_NCL: Tensor, cache: KVCache, meta: PrefillMetadata, scale: float) -> Tensor:
+        heads, nope = q[0].shape[1:]
         latent_SL, rope_SR = (read_tokens(pages, context_slots(meta)) for pages in cache)
         expanded_SNC = F.linear(latent_SL, kv_b_NCL.flatten(0, 1)).unflatten(-1, (heads, -1))
-        q_TND = torch.cat((q_nope_TNP, q_rope_TNR), dim=-1)
+        q_TND = torch.cat(q, dim=-1)
         k_SND = torch.cat((expanded_SNC[..., :nope], rope_SR.unsqueeze(1).expand(-1, heads, -1)), dim=-1)
         v_SND = v_SNV = expanded_SNC[..., nope:]
         # NPU-ADAPTATION(prefill-pad-value): the packed kernel wants one head size for q, k and v, and MLA has 192

@@ -10,14 +10,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vllm.ops.contract import Angles
+
 ONE_KERNEL_SIZE = 64
 
 
-def rotary_interleaved(x_TNR: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+def rotary_interleaved(x_TNR: Tensor, angles: Angles) -> Tensor:
     """See ``RolloutOps.rotary_interleaved``."""
     import torch_npu
 
-    cos_TR, sin_TR = cos_TR.to(x_TNR.dtype), sin_TR.to(x_TNR.dtype)
+    cos_TR, sin_TR = (part_TR.to(x_TNR.dtype) for part_TR in angles)
     if x_TNR.shape[-1] == ONE_KERNEL_SIZE and x_TNR.dtype != torch.float32:
         # Layout BNSD with one token in each sequence.
         rotated: Tensor = torch_npu.npu_interleave_rope(

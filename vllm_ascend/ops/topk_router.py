@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from vllm.ops import reference_moe
+from vllm.ops.contract import Choices, RouterSettings
 
 # Codes of npu_moe_gating_top_k.
 SIGMOID = 1  # norm_type
@@ -19,35 +20,26 @@ SUM_OF_BEST_TWO = 1  # group_select_mode
 NORMALISE_THEN_CHOOSE = 0  # renorm, the only one there is
 
 
-def topk_router(
-    logits_TE: Tensor,
-    bias_E: Tensor | None,
-    top_k: int,
-    num_groups: int,
-    topk_groups: int,
-    normalize: bool,
-    scaling: float,
-    scoring: str,
-) -> tuple[Tensor, Tensor]:
+def topk_router(logits_TE: Tensor, bias_E: Tensor | None, routing: RouterSettings) -> Choices:
     """See ``RolloutOps.topk_router``."""
-    if scoring != "sigmoid":
-        return reference_moe.topk_router(logits_TE, bias_E, top_k, num_groups, topk_groups, normalize, scaling, scoring)
+    if routing.scoring != "sigmoid":
+        return reference_moe.topk_router(logits_TE, bias_E, routing)
     import torch_npu
 
     bias_E = torch.zeros_like(logits_TE[0]) if bias_E is None else bias_E
     weights_TK, ids_TK, _ = torch_npu.npu_moe_gating_top_k(
         logits_TE,
-        top_k,
+        routing.top_k,
         bias=bias_E.to(logits_TE.dtype),
-        k_group=topk_groups,
-        group_count=num_groups,
+        k_group=routing.topk_groups,
+        group_count=routing.num_groups,
         group_select_mode=SUM_OF_BEST_TWO,
         renorm=NORMALISE_THEN_CHOOSE,
         norm_type=SIGMOID,
-        routed_scaling_factor=scaling,
+        routed_scaling_factor=routing.scaling,
         eps=1e-20,
     )
     ids_TK = ids_TK.long()
-    if not normalize:  # the kernel always divides by the sum
-        weights_TK = logits_TE.gather(1, ids_TK).sigmoid() * scaling
+    if not routing.normalize:  # the kernel always divides by the sum
+        weights_TK = logits_TE.gather(1, ids_TK).sigmoid() * routing.scaling
     return weights_TK, ids_TK

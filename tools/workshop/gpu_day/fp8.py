@@ -74,7 +74,7 @@ def _single_products(device: str, rows: Rows, tables: dict[str, RolloutOps]) -> 
     for tokens in sizes.tokens:
         x = torch.randn(tokens, sizes.hidden, device=device, dtype=torch.bfloat16)
         ids = torch.rand(tokens, sizes.num_experts, device=device).topk(sizes.top_k).indices
-        experts = x, w13, w2, torch.rand(tokens, sizes.top_k, device=device), ids, 0
+        experts = x, (w13, w2), (torch.rand(tokens, sizes.top_k, device=device), ids), 0
         flops = {"linear": 2 * down.values.numel() * tokens, "experts": 6 * sizes.width * sizes.hidden * ids.numel()}
         wanted = {"linear": reference_fp8.linear(x, down), "experts": reference_fp8.fused_experts(*experts)}
         for table, ops in tables.items():

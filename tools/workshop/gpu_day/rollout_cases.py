@@ -24,7 +24,7 @@ def latents_to_slots(new: Maker, size: Sizes) -> Call:
     def run(ops: RolloutOps, kv_TD: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, slots_T: Tensor) -> list[Tensor]:
         blocks = size.tokens // size.block_size + 2
         cache = ops.new_kv_cache(blocks, size.block_size, size.latent, size.rope, kv_TD.dtype, kv_TD.device, "nd")
-        ops.norm_rope_write_kv(cache, kv_TD, weight, 1e-6, cos, sin, slots_T)
+        ops.norm_rope_write_kv(cache, kv_TD, weight, 1e-6, (cos, sin), slots_T)
         return list(cache)
 
     cos, sin = (table.repeat(1, 2) for table in new.angles(size.tokens, size.rope // 2))
@@ -45,7 +45,7 @@ def experts_of_one_rank(new: Maker, size: Sizes) -> Call:
 
     def run(ops: RolloutOps, x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         alone = GroupCoordinator(0, 1, None)
-        return ops.exchanged_experts(x, w13.transpose(1, 2), w2.transpose(1, 2), weights, ids, len(x), alone)
+        return ops.exchanged_experts(x, (w13.transpose(1, 2), w2.transpose(1, 2)), (weights, ids), len(x), alone)
 
     w13 = new.floats(size.experts, size.hidden, 2 * size.width) / 4
     w2 = new.floats(size.experts, size.width, size.hidden) / 4

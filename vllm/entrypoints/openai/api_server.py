@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -32,8 +33,6 @@ from vllm.entrypoints.openai.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     DetokenizeResponse,
-    ModelCard,
-    ModelList,
     TokenizeRequest,
     TokenizeResponse,
 )
@@ -86,10 +85,9 @@ def build_app(engine: AsyncLLM, args: ServerArgs) -> FastAPI:
     )
     if not args.disable_log_requests:
         app.add_middleware(RequestLog)
-    cards = {
-        name: ModelCard(id=name, created=created, root=config.model.model, max_model_len=config.model.max_model_len)
-        for name in completion.model_names
-    }
+    root, limit = config.model.model, config.model.max_model_len
+    card = {"object": "model", "created": created, "owned_by": "vllm", "root": root, "max_model_len": limit}
+    cards = {name: {"id": name, **card} for name in completion.model_names}
 
     @app.post("/v1/completions")
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
@@ -102,11 +100,11 @@ def build_app(engine: AsyncLLM, args: ServerArgs) -> FastAPI:
         return await chat.create_chat_completion(body, request)
 
     @app.get("/v1/models")
-    async def list_models() -> ModelList:
-        return ModelList(data=list(cards.values()))
+    async def list_models() -> dict[str, Any]:
+        return {"object": "list", "data": list(cards.values())}
 
     @app.get("/v1/models/{model:path}")
-    async def retrieve_model(model: str) -> ModelCard:
+    async def retrieve_model(model: str) -> dict[str, Any]:
         completion.check_model(model)
         return cards[model]
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
-from vllm.entrypoints.openai.protocol import ErrorInfo, ErrorResponse
 from vllm.entrypoints.openai.request_log import note
 from vllm.v1.engine.async_llm import QueueFullError
 from vllm.v1.engine.non_finite import NonFiniteLogitsError
@@ -25,15 +26,15 @@ class ApiError(Exception):
         self.status, self.param, self.code = status, param, code
 
     def body(self) -> str:
-        """Return the JSON of the response, or of a stream's last event."""
+        """Return the JSON of the response, or of a stream's last event, in OpenAI's form."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         if self.status == 429:
             kind = "rate_limit_error"
         message = str(self)
         message = message if len(message) <= MAX_MESSAGE else message[:MAX_MESSAGE] + " ..."
         message = message.encode(errors="replace").decode()  # the quoted text may not be valid Unicode
-        info = ErrorInfo(message=message, type=kind, param=self.param, code=self.code)
-        return ErrorResponse(error=info).model_dump_json()
+        info = {"message": message, "type": kind, "param": self.param, "code": self.code}
+        return json.dumps({"error": info}, ensure_ascii=False, separators=(",", ":"))
 
     def response(self) -> Response:
         headers = {}

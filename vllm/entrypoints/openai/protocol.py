@@ -25,6 +25,7 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError, ValidationError
 
 from vllm.entrypoints.openai.request_fields import take_fields
+from vllm.outputs import Logprob
 
 MAX_STOPS = 16
 # What the engine's arrays hold.
@@ -239,19 +240,6 @@ class DetokenizeResponse(BaseModel):
     prompt: str
 
 
-class ErrorInfo(BaseModel):
-    message: str
-    type: str
-    param: str | None = None
-    code: str | None = None
-
-
-class ErrorResponse(BaseModel):
-    """OpenAI's form of an error, as a body and as an event of a stream."""
-
-    error: ErrorInfo
-
-
 class PromptTokensDetails(BaseModel):
     cached_tokens: int = 0
 
@@ -291,15 +279,7 @@ class Answer(BaseModel):
     usage: UsageInfo | None = None
 
 
-class PromptLogprob(BaseModel):
-    """vLLM's form of a log-prob; rank 1 is the most likely token."""
-
-    logprob: float
-    rank: int | None = None
-    decoded_token: str | None = None
-
-
-PromptLogprobs = list[dict[int, PromptLogprob] | None]  # per token, by token id; None for the first
+PromptLogprobs = list[dict[int, Logprob] | None]  # per token, by token id; None for the first
 
 
 class CompletionChoice(Choice):
@@ -368,17 +348,3 @@ class ChatStreamChoice(Choice):
 class ChatCompletionStreamResponse(Answer):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[ChatStreamChoice]
-
-
-class ModelCard(BaseModel):
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "vllm"
-    root: str
-    max_model_len: int
-
-
-class ModelList(BaseModel):
-    object: Literal["list"] = "list"
-    data: list[ModelCard]

@@ -43,7 +43,7 @@ from vllm.entrypoints.openai.serving_engine import (
 from vllm.entrypoints.sampling_defaults import SamplingDefaults
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.reasoning import REASONING_PARSERS, DeepSeekR1ReasoningParser
-from vllm.v1.engine.async_llm import AsyncLLM, RequestOutputCollector
+from vllm.v1.engine.async_llm import AsyncLLM
 
 
 class OpenAIServingChat(OpenAIServing):
@@ -76,7 +76,7 @@ class OpenAIServingChat(OpenAIServing):
         if self.parser is not None:
             written = str(_message(body.messages[-1]).get("content", "")) if body.continue_final_message else ""
             parsers = [self.parser(text, written) for _ in range(params.n)]
-        return await _ChatAnswer(self, body, collector, prompt, parsers, hidden).respond(request)
+        return await _ChatAnswer(self, body, collector, [prompt], parsers, hidden).respond(request)
 
     def render(self, body: Conversation) -> str:
         """The conversation as text, the special tokens included; runs on the tokenizer's thread."""
@@ -106,22 +106,14 @@ class OpenAIServingChat(OpenAIServing):
             raise ApiError(400, str(error), "messages") from error
 
 
+@dataclasses.dataclass
 class _ChatAnswer(AnswerBuilder[ChatCompletionRequest]):
     """The choices of one conversation; in a stream the first chunk of each has the role."""
 
-    def __init__(
-        self,
-        serving: OpenAIServingChat,
-        body: ChatCompletionRequest,
-        collector: RequestOutputCollector,
-        prompt: list[int],
-        parsers: Sequence[DeepSeekR1ReasoningParser],
-        hidden: re.Pattern[str] | None,
-    ) -> None:
-        super().__init__(serving, body, collector, [prompt])
-        self._parsers, self._hidden = parsers, hidden
-        self._started: set[int] = set()
-        self._prompt_logprobs: PromptLogprobs | None = None
+    parsers: Sequence[DeepSeekR1ReasoningParser]  # of each choice; none without a reasoning parser
+    hidden: re.Pattern[str] | None  # what is left out of texts
+    _started: set[int] = dataclasses.field(default_factory=set, init=False)
+    _prompt_logprobs: PromptLogprobs | None = dataclasses.field(default=None, init=False)
 
     def choices(self, prompt: int, output: RequestOutput, sample: CompletionOutput) -> list[Choice]:
         self._prompt_logprobs = prompt_logprobs(self.body, output)
@@ -133,7 +125,7 @@ class _ChatAnswer(AnswerBuilder[ChatCompletionRequest]):
         }
         if not self.body.stream:
             # As vLLM has it: an answer that never begins is null.
-            content = (text or None) if self._parsers else text
+            content = (text or None) if self.parsers else text
             message = AssistantMessage(content=content, reasoning_content=thought)
             return [ChatChoice(index=sample.index, **last, message=message)]
         role: Any = None if sample.index in self._started else "assistant"
@@ -141,16 +133,16 @@ class _ChatAnswer(AnswerBuilder[ChatCompletionRequest]):
         if thought and text:  # clients look for one of them in a chunk
             first = ChatStreamChoice(index=sample.index, delta=DeltaMessage(role=role, reasoning_content=thought))
             return [first, ChatStreamChoice(index=sample.index, **last, delta=DeltaMessage(content=text))]
-        is_answer = thought is None or (not thought and self._parsers[sample.index].is_answering)
+        is_answer = thought is None or (not thought and self.parsers[sample.index].is_answering)
         delta = DeltaMessage(role=role, **{"content" if is_answer else "reasoning_content": thought or text})
         return [ChatStreamChoice(index=sample.index, **last, delta=delta)]
 
     def _divided(self, sample: CompletionOutput) -> tuple[str | None, str]:
         """What is new of the thought, None without a reasoning parser, and of the answer."""
-        text = sample.text if self._hidden is None else self._hidden.sub("", sample.text)
-        if not self._parsers:
+        text = sample.text if self.hidden is None else self.hidden.sub("", sample.text)
+        if not self.parsers:
             return None, text
-        return self._parsers[sample.index].extract(text, sample.finish_reason is not None)
+        return self.parsers[sample.index].extract(text, sample.finish_reason is not None)
 
     def message(self, choices: Sequence[Any], usage: UsageInfo | None) -> BaseModel:
         if self.body.stream:

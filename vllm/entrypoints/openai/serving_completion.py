@@ -27,7 +27,6 @@ from vllm.entrypoints.openai.serving_engine import (
     unless_client_leaves,
 )
 from vllm.outputs import CompletionOutput, Logprob, RequestOutput
-from vllm.v1.engine.async_llm import RequestOutputCollector
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -79,24 +78,17 @@ class OpenAIServingCompletion(OpenAIServing):
         return texts or [str(self.tokenizer.decode(tokens)) for tokens in prompts]
 
 
+@dataclasses.dataclass
 class _CompletionAnswer(AnswerBuilder[CompletionRequest]):
     """The choices of one body's prompts, each with its prompt's text before it where that is asked for."""
 
-    def __init__(
-        self,
-        serving: OpenAIServing,
-        body: CompletionRequest,
-        collector: RequestOutputCollector,
-        prompts: Sequence[list[int]],
-        echoes: Sequence[str],
-    ) -> None:
-        super().__init__(serving, body, collector, prompts)
-        self._echoes = echoes
-        self._offsets: dict[int, int] = {}  # characters of a choice's tokens so far, of those that were streamed
+    echoes: Sequence[str]  # the text before the choices of each prompt
+    # Characters of a choice's tokens so far, of those that were streamed.
+    _offsets: dict[int, int] = dataclasses.field(default_factory=dict, init=False)
 
     def choices(self, prompt: int, output: RequestOutput, sample: CompletionOutput) -> list[Choice]:
         index = prompt * self.num_samples + sample.index
-        echo = "" if index in self._offsets else self._echoes[prompt]
+        echo = "" if index in self._offsets else self.echoes[prompt]
         offset = self._offsets.setdefault(index, 0)
         logprobs = None
         if sample.top_logprobs is not None:

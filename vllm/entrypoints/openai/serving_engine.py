@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from fastapi import Request
@@ -24,7 +25,6 @@ from vllm.entrypoints.openai.metrics import ServerMetrics
 from vllm.entrypoints.openai.protocol import (
     Choice,
     GenerationRequest,
-    PromptLogprob,
     PromptLogprobs,
     PromptTokensDetails,
     UsageInfo,
@@ -43,11 +43,7 @@ Result = TypeVar("Result")
 Body = TypeVar("Body", bound=GenerationRequest)
 
 # Fields of a request that are fields of SamplingParams, by the same name.
-SAMPLING_FIELDS = (
-    "n", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
-    "logit_bias", "bad_words", "allowed_token_ids", "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos",
-    "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "prompt_logprobs",
-)  # fmt: skip
+SAMPLING_FIELDS = {one.name for one in fields(SamplingParams)} & GenerationRequest.model_fields.keys() - {"max_tokens"}
 LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have
 
 
@@ -139,15 +135,18 @@ class OpenAIServing:
             self._token_texts.update(texts)
 
 
+@dataclass
 class AnswerBuilder(ABC, Generic[Body]):
     """Puts the answer to one body together from the engine's outputs, whole or as a stream of chunks."""
 
-    def __init__(
-        self, serving: OpenAIServing, body: Body, collector: RequestOutputCollector, prompts: Sequence[list[int]]
-    ) -> None:
-        self.serving, self.body, self.collector = serving, body, collector
-        self.num_samples, self.created = body.n or 1, int(time.time())
-        self._prompt_tokens, self._completion_tokens, self._cached_tokens = sum(map(len, prompts)), 0, 0
+    serving: OpenAIServing
+    body: Body
+    collector: RequestOutputCollector
+    prompts: Sequence[list[int]]
+
+    def __post_init__(self) -> None:
+        self.num_samples, self.created = self.body.n or 1, int(time.time())
+        self._prompt_tokens, self._completion_tokens, self._cached_tokens = sum(map(len, self.prompts)), 0, 0
         self._finished: Counter[str] = Counter()  # samples by finish reason
 
     @abstractmethod
@@ -275,12 +274,7 @@ def prompt_logprobs(body: GenerationRequest, output: RequestOutput) -> PromptLog
     if body.prompt_logprobs is None or output.prompt_logprobs is None:
         return None
     return [
-        None
-        if position is None
-        else {
-            token: PromptLogprob(logprob=finite(one.logprob), rank=one.rank, decoded_token=one.decoded_token)
-            for token, one in position.items()
-        }
+        position and {token: replace(one, logprob=finite(one.logprob)) for token, one in position.items()}
         for position in output.prompt_logprobs
     ]
 

@@ -15,7 +15,7 @@ from vllm.distributed.parallel_state import GroupCoordinator, ParallelState
 from vllm.forward_context import ForwardContext
 from vllm.model_executor.layers.linear import ColumnParallelLinear, Norm, RowParallelLinear, empty_parameter
 from vllm.model_executor.model_loader.weight_view import WeightView
-from vllm.ops.contract import HeadNorms, KVCache, RolloutOps
+from vllm.ops.contract import Angles, HeadNorms, KVCache, RolloutOps
 from vllm.transformers_utils.config import HFConfig
 
 
@@ -66,13 +66,7 @@ class GroupedQueryAttention(nn.Module):
         self.o_proj = RowParallelLinear(hf.num_attention_heads * hf.head_dim, hf.hidden_size, ops, parallel.tp)
 
     def forward(
-        self,
-        x_TH: Tensor,
-        cos_TR: Tensor,
-        sin_TR: Tensor,
-        cache: KVCache,
-        context: ForwardContext,
-        reduce: bool = True,
+        self, x_TH: Tensor, angles: Angles, cache: KVCache, context: ForwardContext, reduce: bool = True
     ) -> Tensor:
         """[T, H] -> [T, H], of the tokens that the context keeps; writes all tokens' keys and values to the cache.
 
@@ -84,7 +78,7 @@ class GroupedQueryAttention(nn.Module):
             norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.eps)
         qkv_TMD, bias_C = self.qkv_proj(x_TH).unflatten(1, (-1, self.head_dim)), self.qkv_proj.bias
         bias_MD = None if bias_C is None else bias_C.view(-1, self.head_dim)
-        q_TND = ops.rope_write_gqa(cache, qkv_TMD, bias_MD, norms, cos_TR, sin_TR, context.slots_T)
+        q_TND = ops.rope_write_gqa(cache, qkv_TMD, bias_MD, norms, angles, context.slots_T)
         if context.sampled_B is not None:
             q_TND = q_TND.index_select(0, context.sampled_B)
         if context.decode is not None:

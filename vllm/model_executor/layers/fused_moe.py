@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.token_share import TokenShare
 from vllm.model_executor.model_loader.weight_view import WeightView, empty_view, view_of, whole_view
-from vllm.ops.contract import KVCache, RolloutOps, RunBeside, run_when_asked
+from vllm.ops.contract import Choices, ExpertMatrices, KVCache, RolloutOps, RouterSettings, RunBeside, run_when_asked
 from vllm.transformers_utils.config import HFConfig
 
 
@@ -91,6 +91,8 @@ class FusedMoE(nn.Module):
             shared_width = hf.moe_intermediate_size * hf.n_shared_experts
             shared_group = ALONE if self.shares_tokens else parallel.tp
             self.shared_experts = DeepseekMLP(hf.hidden_size, shared_width, shared_group, ops)
+        weighting = hf.norm_topk_prob, hf.routed_scaling_factor, hf.scoring_func
+        self.routing = RouterSettings(hf.num_experts_per_tok, hf.n_group, hf.topk_group, *weighting)
         self.run_shared: RunBeside = run_when_asked
         # NPU-ADAPTATION(shared-experts-second-stream): while tokens travel to their experts and back, a die's cores
         # have nothing to do but the shared experts, which need no other rank; drop when dispatch and combine run them.
@@ -150,39 +152,27 @@ class FusedMoE(nn.Module):
 
     def _exchanged(self, x_SH: Tensor, share: TokenShare, context: ForwardContext) -> Tensor:
         """The routed experts of a rank's own tokens."""
-        weights_SK, ids_SK = self._route(x_SH)
+        choices = self._route(x_SH)
         if context.routed_experts is not None:
-            context.routed_experts.append(share.gather(ids_SK))
-        return self.ops.exchanged_experts(
-            x_SH, *self._operands(), weights_SK, ids_SK, share.num_active, self.parallel.exchange
-        )
+            context.routed_experts.append(share.gather(choices[1]))
+        return self.ops.exchanged_experts(x_SH, self._operands(), choices, share.num_active, self.parallel.exchange)
 
     def _routed(self, x_TH: Tensor, context: ForwardContext, own: slice) -> Tensor:
         """This rank's experts on all of x; `own` are the rows of this replica."""
-        weights_TK, ids_TK = self._route(x_TH)
+        choices = self._route(x_TH)
         if context.routed_experts is not None:
-            context.routed_experts.append(ids_TK[own])
-        return self.ops.fused_experts(x_TH, *self._operands(), weights_TK, ids_TK, self.first_expert)
+            context.routed_experts.append(choices[1][own])
+        return self.ops.fused_experts(x_TH, self._operands(), choices, self.first_expert)
 
-    def _operands(self) -> tuple[Any, Any]:
+    def _operands(self) -> ExpertMatrices:
         return self.ops.operand(self.w13), self.ops.operand(self.w2)
 
-    def _route(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
-        hf = self.hf
+    def _route(self, x_TH: Tensor) -> Choices:
         logits_TE = self.ops.linear(x_TH, self.gate)
         if self.parallel.config.force_load_balancing:
             first_token = self.parallel.exchange.rank_in_group * len(x_TH)  # dispatch: each rank routes other tokens
-            logits_TE = balanced_logits(logits_TE, hf.num_experts_per_tok, first_token)
-        return self.ops.topk_router(
-            logits_TE,
-            self.e_score_correction_bias,
-            hf.num_experts_per_tok,
-            hf.n_group,
-            hf.topk_group,
-            hf.norm_topk_prob,
-            hf.routed_scaling_factor,
-            hf.scoring_func,
-        )
+            logits_TE = balanced_logits(logits_TE, self.routing.top_k, first_token)
+        return self.ops.topk_router(logits_TE, self.e_score_correction_bias, self.routing)
 
     def _start_shared(self, x_TH: Tensor, context: ForwardContext) -> SharedResult:
         """Return the function that gives the shared experts' partial sums."""

@@ -21,7 +21,7 @@ from vllm.model_executor.layers.linear import (
     local_slice,
 )
 from vllm.model_executor.model_loader.weight_view import WeightView, view_of
-from vllm.ops.contract import KVCache, RolloutOps, RunBeside, run_at_once
+from vllm.ops.contract import Angles, KVCache, RolloutOps, RunBeside, run_at_once
 from vllm.ops.weights import WeightCopies, dense
 from vllm.transformers_utils.config import HFConfig
 
@@ -63,13 +63,7 @@ class MultiHeadLatentAttention(nn.Module):
         self.o_proj = RowParallelLinear(hf.num_attention_heads * hf.v_head_dim, hf.hidden_size, ops, parallel.tp)
 
     def forward(
-        self,
-        x_TH: Tensor,
-        cos_TR: Tensor,
-        sin_TR: Tensor,
-        cache: KVCache,
-        context: ForwardContext,
-        reduce: bool = True,
+        self, x_TH: Tensor, angles: Angles, cache: KVCache, context: ForwardContext, reduce: bool = True
     ) -> Tensor:
         """[T, H] -> [T, H], of the tokens that the context keeps; writes all tokens' latents to the cache.
 
@@ -78,20 +72,21 @@ class MultiHeadLatentAttention(nn.Module):
         hf, ops = self.hf, self.ops
         q_T, kv_TD = self._project(x_TH)
         norm = (self.kv_a_layernorm.weight, hf.rms_norm_eps)
-        write = partial(ops.norm_rope_write_kv, cache, kv_TD, *norm, cos_TR, sin_TR, context.slots_T)
+        write = partial(ops.norm_rope_write_kv, cache, kv_TD, *norm, angles, context.slots_T)
         written = (self.write_beside if context.prefill is None else run_at_once)(write)
         if context.sampled_B is not None:
-            q_T, cos_TR, sin_TR = (rows.index_select(0, context.sampled_B) for rows in (q_T, cos_TR, sin_TR))
+            q_T, *turns = (rows.index_select(0, context.sampled_B) for rows in (q_T, *angles))
+            angles = turns[0], turns[1]
         q_TNC = self._queries(q_T).view(len(q_T), self.num_heads, -1)
         q_nope_TNP = q_TNC[..., : hf.qk_nope_head_dim]
-        q_rope_TNR = ops.rotary_interleaved(q_TNC[..., hf.qk_nope_head_dim :], cos_TR, sin_TR)
+        q_rope_TNR = ops.rotary_interleaved(q_TNC[..., hf.qk_nope_head_dim :], angles)
         is_multiplied = context.prefill is not None or self.absorbed is None  # by more than the copies of its halves
         kv_b_NCL = (dense(self.kv_b) if is_multiplied else self.kv_b).view(self.num_heads, -1, hf.kv_lora_rank)
         split, parts = context.num_decode_tokens, []
         written()
         if context.decode is not None and ops.mla_decode is None:
-            decode = (q_nope_TNP[:split], q_rope_TNR[:split], kv_b_NCL, cache, context.decode.as_prefill(), self.scale)
-            parts.append(ops.mla_prefill(*decode))
+            queries = q_nope_TNP[:split], q_rope_TNR[:split]
+            parts.append(ops.mla_prefill(queries, kv_b_NCL, cache, context.decode.as_prefill(), self.scale))
         elif context.decode is not None and ops.mla_decode is not None:
             w_uk_NPL, w_uv_NVL = kv_b_NCL.split((hf.qk_nope_head_dim, hf.v_head_dim), dim=1)
             # NPU-ADAPTATION(absorbed-weight-copies): the batched product copies an operand whose matrices do not lie
@@ -100,11 +95,11 @@ class MultiHeadLatentAttention(nn.Module):
                 w_uk_NPL, w_uv_NVL = self.absorbed.tensors
             # NPU-ADAPTATION END
             q_latent_BNL = ops.head_linear(q_nope_TNP[:split], w_uk_NPL)
-            out_BNL = ops.mla_decode(q_latent_BNL, q_rope_TNR[:split], cache, context.decode, self.scale)
+            out_BNL = ops.mla_decode((q_latent_BNL, q_rope_TNR[:split]), cache, context.decode, self.scale)
             parts.append(ops.head_linear(out_BNL, w_uv_NVL.transpose(1, 2)))
         if context.prefill is not None:
-            prefill = (q_nope_TNP[split:], q_rope_TNR[split:], kv_b_NCL, cache, context.prefill, self.scale)
-            parts.append(ops.mla_prefill(*prefill))
+            queries = q_nope_TNP[split:], q_rope_TNR[split:]
+            parts.append(ops.mla_prefill(queries, kv_b_NCL, cache, context.prefill, self.scale))
         out_TNV = parts[0] if len(parts) == 1 else torch.cat(parts)
         return self.o_proj(out_TNV.reshape(len(q_T), -1), reduce)
 

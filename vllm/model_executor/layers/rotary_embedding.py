@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hf_formats.rope import RopeConfig
+from vllm.ops.contract import Angles
 
 
 class RotaryTable:
@@ -18,6 +19,6 @@ class RotaryTable:
         self.cos = (table.cos() * rope.amplitude).to(device)
         self.sin = (table.sin() * rope.amplitude).to(device)
 
-    def at(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+    def at(self, positions_T: Tensor) -> Angles:
         """Return (cos [T, R], sin [T, R])."""
         return self.cos.index_select(0, positions_T), self.sin.index_select(0, positions_T)

@@ -24,7 +24,7 @@ from vllm.model_executor.layers.mla import MultiHeadLatentAttention
 from vllm.model_executor.layers.rotary_embedding import RotaryTable
 from vllm.model_executor.model_loader.fused_experts import split_experts
 from vllm.model_executor.model_loader.weight_view import Weight, WeightView, load_weights
-from vllm.ops.contract import KVCache, RolloutOps
+from vllm.ops.contract import Angles, KVCache, RolloutOps
 from vllm.ops.weights import WeightCopies
 from vllm.transformers_utils.config import HFConfig
 
@@ -46,13 +46,13 @@ class DecoderLayer(nn.Module):
         self.input_layernorm, self.post_attention_layernorm = Norm(hf.hidden_size), Norm(hf.hidden_size)
         self.self_attn, self.mlp = attention, mlp
 
-    def forward(self, x_TH: Tensor, cos_TR: Tensor, sin_TR: Tensor, cache: KVCache, context: ForwardContext) -> Tensor:
+    def forward(self, x_TH: Tensor, angles: Angles, cache: KVCache, context: ForwardContext) -> Tensor:
         if len(x_TH) == 0:
             # Every rank reaches an expert layer, also with no token of its own: the other replicas wait there.
             return self.mlp(x_TH, context) if isinstance(self.mlp, FusedMoE) else x_TH
         normed_TH = self.ops.rms_norm(x_TH, self.input_layernorm.weight, self.eps)
         shares_tokens = isinstance(self.mlp, FusedMoE) and self.mlp.shares_tokens
-        attended_TH = self.self_attn(normed_TH, cos_TR, sin_TR, cache, context, reduce=not shares_tokens)
+        attended_TH = self.self_attn(normed_TH, angles, cache, context, reduce=not shares_tokens)
         if context.sampled_B is not None:
             x_TH = x_TH.index_select(0, context.sampled_B)
         if shares_tokens:
@@ -133,11 +133,11 @@ class CausalLM(nn.Module):
         keeps_choices = len(kv_caches) > num_layers
         context.routed_experts = [] if keeps_choices else None
         x_TH = self.embed_tokens(ids_T)
-        cos_TR, sin_TR = self.rotary.at(context.positions_T)
+        angles = self.rotary.at(context.positions_T)
         for layer, cache in zip(self.layers[:-1], kv_caches[: num_layers - 1], strict=True):
-            x_TH = layer(x_TH, cos_TR, sin_TR, cache, context)
+            x_TH = layer(x_TH, angles, cache, context)
         last = context.last_layer if context.last_layer is not None else context
-        x_TH = self.layers[-1](x_TH, cos_TR, sin_TR, kv_caches[num_layers - 1], last)
+        x_TH = self.layers[-1](x_TH, angles, kv_caches[num_layers - 1], last)
         if context.routed_experts:
             write_choices(kv_caches[num_layers], context.routed_experts, context.slots_T)
         return x_TH

@@ -1,4 +1,4 @@
-"""Routing and routed experts on a CPU.
+"""RouterSettings and routed experts on a CPU.
 
 Letters: T tokens, H hidden size, F expert width, E experts, K experts per token, I inputs, O outputs.
 """
@@ -9,32 +9,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.distributed.parallel_state import GroupCoordinator
+from vllm.ops.contract import Choices, ExpertMatrices, RouterSettings
 from vllm.ops.cpu.calls import KernelCalls
 from vllm.ops.cpu.compressed import CompressedWeight
 from vllm.ops.cpu.panels import PanelWeight
-from vllm.ops.reference_moe import all_to_all_experts
-from vllm.ops.weights import Weight
 from vllm.utils import last_contiguous
 
 
 class ExpertOps:
-    """See ``RolloutOps.topk_router``, ``fused_experts`` and ``exchanged_experts``."""
+    """See ``RolloutOps.topk_router`` and ``fused_experts``."""
 
     def __init__(self, calls: KernelCalls) -> None:
         self._calls = calls
 
-    def topk_router(
-        self,
-        logits_TE: Tensor,
-        bias_E: Tensor | None,
-        top_k: int,
-        num_groups: int,
-        topk_groups: int,
-        normalize: bool,
-        scaling: float,
-        scoring: str = "sigmoid",
-    ) -> tuple[Tensor, Tensor]:
+    def topk_router(self, logits_TE: Tensor, bias_E: Tensor | None, routing: RouterSettings) -> Choices:
+        top_k, num_groups, topk_groups, normalize, scaling, scoring = routing
         assert logits_TE.dtype == torch.float32 and scoring in ("sigmoid", "softmax"), (logits_TE.dtype, scoring)
         logits_TE = logits_TE.contiguous()
         weights_TK = logits_TE.new_empty(len(logits_TE), top_k)
@@ -43,15 +32,9 @@ class ExpertOps:
         self._calls.run("cpu_topk_router", logits_TE, bias_E, *logits_TE.shape, *how, weights_TK, ids_TK)
         return weights_TK, ids_TK
 
-    def fused_experts(
-        self,
-        x_TH: Tensor,
-        w13_E2FH: Weight,
-        w2_EHF: Weight,
-        weights_TK: Tensor,
-        ids_TK: Tensor,
-        first_expert: int,
-    ) -> Tensor:
+    def fused_experts(self, x_TH: Tensor, matrices: ExpertMatrices, choices: Choices, first_expert: int) -> Tensor:
+        w13_E2FH, w2_EHF = matrices
+        weights_TK, ids_TK = choices
         out_TH = self._calls.empty(x_TH, *x_TH.shape)
         if len(x_TH) == 0:
             return out_TH
@@ -69,22 +52,10 @@ class ExpertOps:
             in_order = torch.Tensor.contiguous if self._calls.takes_rows(x_TH.dtype) else _in_out
             w13, w2 = in_order(w13_E2FH), in_order(w2_EHF)
             mode, weights = self._calls.mode(x_TH, w13, w2), (w13, w2, 0)
-        choices = *ids_TK.shape, weights_TK, ids_TK
+        chosen = *ids_TK.shape, weights_TK, ids_TK
         sizes = experts, hidden, width, first_expert
-        self._calls.run("cpu_fused_experts", mode, x_TH, x_TH.stride(0), *choices, *weights, *sizes, out_TH)
+        self._calls.run("cpu_fused_experts", mode, x_TH, x_TH.stride(0), *chosen, *weights, *sizes, out_TH)
         return out_TH
-
-    def exchanged_experts(
-        self,
-        x_TH: Tensor,
-        w13_E2FH: Weight,
-        w2_EHF: Weight,
-        weights_TK: Tensor,
-        ids_TK: Tensor,
-        num_active: int,
-        group: GroupCoordinator,
-    ) -> Tensor:
-        return all_to_all_experts(x_TH, w13_E2FH, w2_EHF, weights_TK, ids_TK, num_active, group, self.fused_experts)
 
 
 def _in_out(weight_EOI: Tensor) -> Tensor:

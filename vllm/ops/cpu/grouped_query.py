@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.ops.contract import DecodeMetadata, HeadNorms, KVCache, PrefillMetadata
+from vllm.ops.contract import Angles, DecodeMetadata, HeadNorms, KVCache, PrefillMetadata
 from vllm.ops.cpu.calls import KernelCalls
 from vllm.utils import last_contiguous
 
@@ -42,8 +42,7 @@ class GroupedQueryOps:
         qkv_TMD: Tensor,
         bias_MD: Tensor | None,
         norms: HeadNorms | None,
-        cos_TR: Tensor,
-        sin_TR: Tensor,
+        angles: Angles,
         slots_T: Tensor,
     ) -> Tensor:
         (pages,) = cache
@@ -58,20 +57,9 @@ class GroupedQueryOps:
         sizes = tokens, heads, kv_heads, channels, padded, block_size
         weights = (None, None, 0.0) if norms is None else (norms.q_weight_D, norms.k_weight_D, float(norms.eps))
         added = None if bias_MD is None else bias_MD.contiguous()
-        angles = cos_TR.contiguous(), sin_TR.contiguous(), cos_TR.shape[1]
-        self._calls.run(
-            "cpu_rope_write_gqa",
-            mode,
-            pages,
-            qkv_TMD,
-            qkv_TMD.stride(0),
-            *sizes,
-            added,
-            *weights,
-            *angles,
-            slots_T,
-            q_TND,
-        )
+        turns = *(part_TR.contiguous() for part_TR in angles), angles[0].shape[1]
+        qkv = pages, qkv_TMD, qkv_TMD.stride(0)
+        self._calls.run("cpu_rope_write_gqa", mode, *qkv, *sizes, added, *weights, *turns, slots_T, q_TND)
         return q_TND
 
     def gqa_decode(self, q_BND: Tensor, cache: KVCache, meta: DecodeMetadata, scale: float) -> Tensor:

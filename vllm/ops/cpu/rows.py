@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from vllm.ops import reference
-from vllm.ops.contract import SampledTokens, SamplingBatch
+from vllm.ops.contract import Angles, SampledTokens, SamplingBatch
 from vllm.ops.cpu.calls import KernelCalls
 from vllm.utils import last_contiguous
 
@@ -31,11 +31,11 @@ class RowOps:
         self._calls.run("cpu_add_rms_norm", mode, x_TH, residual_TH, *x_TH.shape, weight_H, eps, out_TH)
         return out_TH, x_TH
 
-    def rotary_interleaved(self, x_TNR: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+    def rotary_interleaved(self, x_TNR: Tensor, angles: Angles) -> Tensor:
         out_TNR = self._calls.empty(x_TNR, *x_TNR.shape)
         x_TNR = last_contiguous(x_TNR)
-        x, angles = (x_TNR, *x_TNR.stride()[:2]), (cos_TR.contiguous(), sin_TR.contiguous())
-        self._calls.run("cpu_rotary", self._calls.mode(x_TNR), *x, *x_TNR.shape, *angles, out_TNR)
+        x, turns = (x_TNR, *x_TNR.stride()[:2]), [part_TR.contiguous() for part_TR in angles]
+        self._calls.run("cpu_rotary", self._calls.mode(x_TNR), *x, *x_TNR.shape, *turns, out_TNR)
         return out_TNR
 
     def silu_and_mul(self, x_T2F: Tensor) -> Tensor:

@@ -11,14 +11,13 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_formats.cpu_kernels import instructions
 from vllm.ops import reference
-from vllm.ops.contract import RolloutOps, add_layer_at_once
+from vllm.ops.contract import RolloutOps, add_layer_at_once, entries_of
 from vllm.ops.cpu.attention import LatentAttentionOps
 from vllm.ops.cpu.build import kernels, kernels_problem
 from vllm.ops.cpu.calls import Bfloat16Products, KernelCalls, Launch
@@ -27,6 +26,7 @@ from vllm.ops.cpu.graph import launch
 from vllm.ops.cpu.grouped_query import GroupedQueryOps, new_gqa_cache
 from vllm.ops.cpu.linear import LinearOps
 from vllm.ops.cpu.rows import RowOps
+from vllm.ops.reference_moe import all_to_all_experts
 
 logger = logging.getLogger(__name__)
 
@@ -72,23 +72,7 @@ def cpu_table(products: Bfloat16Products, launch: Launch = launch) -> RolloutOps
     calls = KernelCalls(products, launch)
     linear, experts, rows = LinearOps(calls), ExpertOps(calls), RowOps(calls)
     attention, grouped = LatentAttentionOps(calls, linear), GroupedQueryOps(calls)
-    native: dict[str, Any] = {
-        "linear": linear.linear,
-        "head_linear": linear.head_linear,
-        "rms_norm": rows.rms_norm,
-        "add_rms_norm": rows.add_rms_norm,
-        "rotary_interleaved": rows.rotary_interleaved,
-        "norm_rope_write_kv": attention.norm_rope_write_kv,
-        "mla_decode": attention.mla_decode,
-        "mla_prefill": attention.mla_prefill,
-        "new_gqa_cache": new_gqa_cache,
-        "rope_write_gqa": grouped.rope_write_gqa,
-        "gqa_decode": grouped.gqa_decode,
-        "gqa_prefill": grouped.gqa_prefill,
-        "topk_router": experts.topk_router,
-        "fused_experts": experts.fused_experts,
-        "silu_and_mul": rows.silu_and_mul,
-    }
+    native = entries_of(linear, experts, rows, attention, grouped) | {"new_gqa_cache": new_gqa_cache}
     mixed = {
         "exchanged_experts": "native experts, reference exchange",
         "sample": "native without filters, reference with them",
@@ -97,8 +81,7 @@ def cpu_table(products: Bfloat16Products, launch: Launch = launch) -> RolloutOps
     return replace(
         base,
         **native,
-        exchanged_experts=experts.exchanged_experts,
-        sample=rows.sample,
+        exchanged_experts=partial(all_to_all_experts, experts=experts.fused_experts),
         implementations=base.implementations | dict.fromkeys(native, "native") | mixed,
         not_capturable=("exchanged_experts",),
         prefill_equals_decode=True,

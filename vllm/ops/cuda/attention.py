@@ -8,14 +8,14 @@ bfloat16 or float16, one dtype of queries and cache; float32 multiplies without 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm.ops.contract import DecodeMetadata, KVCache, PrefillMetadata
+from vllm.ops.contract import DecodeMetadata, KVCache, PrefillMetadata, Queries
 from vllm.ops.cuda.launch import Launch, num_processors, tile_for
 from vllm.ops.reference import head_linear
 from vllm.utils import last_contiguous
@@ -37,14 +37,12 @@ class Attention:
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
 
-    def mla_decode(
-        self, q_latent_BNL: Tensor, q_rope_BNR: Tensor, cache: KVCache, meta: DecodeMetadata, scale: float
-    ) -> Tensor:
-        return self._decode_latent(q_latent_BNL, q_rope_BNR, cache, meta.block_tables, meta.seq_lens, scale)
+    def mla_decode(self, q: Queries, cache: KVCache, meta: DecodeMetadata, scale: float) -> Tensor:
+        return self._decode(q, cache[0], 1, meta.block_tables, meta.seq_lens, scale)
 
     def gqa_decode(self, q_BND: Tensor, cache: KVCache, meta: DecodeMetadata, scale: float) -> Tensor:
         (pages,) = cache
-        return self._decode(q_BND, None, pages, pages.shape[3], meta.block_tables, meta.seq_lens, scale)
+        return self._decode([q_BND], pages, pages.shape[3], meta.block_tables, meta.seq_lens, scale)
 
     def gqa_prefill(self, q_TND: Tensor, cache: KVCache, meta: PrefillMetadata, scale: float) -> Tensor:
         (pages,) = cache
@@ -53,21 +51,14 @@ class Attention:
         self._prefill(q_TND, None, k_SGD, None, v_SGD, meta, slice(0, len(meta.seq_lens)), None, scale, out_TND)
         return out_TND
 
-    def mla_prefill(
-        self,
-        q_nope_TNP: Tensor,
-        q_rope_TNR: Tensor,
-        kv_b_NCL: Tensor,
-        cache: KVCache,
-        meta: PrefillMetadata,
-        scale: float,
-    ) -> Tensor:
+    def mla_prefill(self, q: Queries, kv_b_NCL: Tensor, cache: KVCache, meta: PrefillMetadata, scale: float) -> Tensor:
         """Attend to expanded keys and values; where few new tokens meet a context, in latent space, as decoding does,
         which then computes less.
         """
+        q_nope_TNP, q_rope_TNR = q
         (expanded, latent), (heads, nope) = kv_b_NCL.shape[1:], q_nope_TNP.shape[1:]
         if int(meta.query_lens_host.max()) * (2 * latent - expanded) <= latent * expanded:
-            return self._prefill_latent(q_nope_TNP, q_rope_TNR, kv_b_NCL, cache, meta, scale)
+            return self._prefill_latent(q, kv_b_NCL, cache, meta, scale)
         (pages,) = cache
         out_TNV = q_nope_TNP.new_empty(len(q_nope_TNP), heads, expanded - nope)
         for rows in _groups(meta.seq_lens_host, _EXPANDED_ELEMENTS // (heads * expanded)):
@@ -79,14 +70,9 @@ class Attention:
         return out_TNV
 
     def _prefill_latent(
-        self,
-        q_nope_TNP: Tensor,
-        q_rope_TNR: Tensor,
-        kv_b_NCL: Tensor,
-        cache: KVCache,
-        meta: PrefillMetadata,
-        scale: float,
+        self, q: Queries, kv_b_NCL: Tensor, cache: KVCache, meta: PrefillMetadata, scale: float
     ) -> Tensor:
+        q_nope_TNP, q_rope_TNR = q
         nope = q_nope_TNP.shape[2]
         if "queries" not in meta.scratch:
             tables_TW, seen_T = meta.as_queries()
@@ -99,31 +85,18 @@ class Attention:
             part = slice(start, start + _LATENT_TOKENS)
             q_latent_TNL = head_linear(q_nope_TNP[part], w_uk_NPL)
             seen = tables_TW[part], visible_T[part]
-            attended_TNL = self._decode_latent(q_latent_TNL, q_rope_TNR[part], cache, *seen, scale)
+            attended_TNL = self._decode((q_latent_TNL, q_rope_TNR[part]), cache[0], 1, *seen, scale)
             parts.append(head_linear(attended_TNL, w_uv_NLV))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _decode_latent(
-        self, q_latent_BNL: Tensor, q_rope_BNR: Tensor, cache: KVCache, tables_BW: Tensor, lens_B: Tensor, scale: float
-    ) -> Tensor:
-        (pages,) = cache
-        return self._decode(q_latent_BNL, last_contiguous(q_rope_BNR), pages, 1, tables_BW, lens_B, scale)
-
     def _decode(
-        self,
-        q_BND: Tensor,
-        q_rope_BNR: Tensor | None,
-        pages: Tensor,
-        groups: int,
-        tables_BW: Tensor,
-        lens_B: Tensor,
-        scale: float,
+        self, q: Sequence[Tensor], pages: Tensor, groups: int, tables_BW: Tensor, lens_B: Tensor, scale: float
     ) -> Tensor:
         """Without rope channels, the pages hold keys and values [2, groups, D] of a token, else latent and rope."""
-        q_BND = last_contiguous(q_BND)
+        q_BND, *rotated = map(last_contiguous, q)
         assert q_BND.dtype is pages.dtype, (q_BND.dtype, pages.dtype)
         batch, heads, channels = q_BND.shape
-        rope = 0 if q_rope_BNR is None else q_rope_BNR.shape[2]
+        q_rope, rope = (rotated[0], rotated[0].shape[2]) if rotated else (q_BND, 0)
         block_size, sharing, is_float32 = pages.shape[1], heads // groups, pages.dtype is torch.float32
         tile_H = min(tile_for(sharing, _LEAST_TILE), _LEAST_TILE if is_float32 else 64)
         tile_D = tile_for(channels, _LEAST_TILE)
@@ -135,7 +108,6 @@ class Attention:
         if num_splits > 1:
             parts = out_BND.new_empty(batch, heads, num_splits, channels, dtype=torch.float32)
             log_sums = parts.new_empty(batch, heads, num_splits)
-        q_rope = q_BND if q_rope_BNR is None else q_rope_BNR
         self._launch(
             "decode_attention",
             (programs * num_splits,),

@@ -22,10 +22,9 @@ from torch import Tensor
 
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import GroupCoordinator
-from vllm.ops.contract import RolloutOps
+from vllm.ops.contract import Choices, ExpertMatrices, FusedExperts, RolloutOps
 from vllm.ops.cuda.exchange import MOST_GATHERED_TOKENS, exchanged_experts
 from vllm.ops.cuda.table import rollout_ops
-from vllm.ops.reference_moe import FusedExperts
 
 _OTHERWISE = "otherwise set rollout_ops='vllm.ops.cuda:rollout_ops'"
 
@@ -86,38 +85,31 @@ class LowLatencyExchange:
         self._buffer = Buffer(group.group, 0, num_bytes, low_latency_mode=True, num_qps_per_rank=num_local)
 
     def __call__(
-        self,
-        x_TH: Tensor,
-        w13_E2FH: Any,
-        w2_EHF: Any,
-        weights_TK: Tensor,
-        ids_TK: Tensor,
-        num_active: int,
-        group: GroupCoordinator,
+        self, x_TH: Tensor, matrices: ExpertMatrices, choices: Choices, num_active: int, group: GroupCoordinator
     ) -> Tensor:
-        weights = w13_E2FH, w2_EHF
+        weights_TK, ids_TK = choices
         if len(x_TH) > self._most_rows:
-            return exchanged_experts(x_TH, *weights, weights_TK, ids_TK, num_active, group, self._experts)
+            return exchanged_experts(x_TH, matrices, choices, num_active, group, self._experts)
         if num_active < len(x_TH):
             ids_TK = ids_TK.clone()
             ids_TK[num_active:] = -1  # padding goes nowhere
-        num_experts = len(w13_E2FH) * group.world_size
+        num_experts = len(matrices[0]) * group.world_size
         x_ESH, counts_E, handle, _, _ = self._buffer.low_latency_dispatch(
             x_TH.contiguous(), ids_TK, self._most_rows, num_experts, use_fp8=False
         )
-        done_ESH = self._experts_of_slots(x_ESH, *weights, counts_E)
+        done_ESH = self._experts_of_slots(x_ESH, matrices, counts_E)
         out_TH: Tensor
         out_TH, _, _ = self._buffer.low_latency_combine(done_ESH, ids_TK, weights_TK.float(), handle)
         return out_TH
 
-    def _experts_of_slots(self, x_ESH: Tensor, w13_E2FH: Any, w2_EHF: Any, counts_E: Tensor) -> Tensor:
+    def _experts_of_slots(self, x_ESH: Tensor, matrices: ExpertMatrices, counts_E: Tensor) -> Tensor:
         """A slot is a token with one choice: its expert, or none where nothing has arrived."""
         num_here, slots, _ = x_ESH.shape
         is_filled_ES = torch.arange(slots, device=x_ESH.device) < counts_E.unsqueeze(1)
         experts_E1 = torch.arange(num_here, device=x_ESH.device).unsqueeze(1)
         ids_ES = torch.where(is_filled_ES, experts_E1, -1)
         ones = torch.ones(num_here * slots, 1, dtype=torch.float32, device=x_ESH.device)
-        rows = self._experts(x_ESH.flatten(0, 1), w13_E2FH, w2_EHF, ones, ids_ES.view(-1, 1), 0)
+        rows = self._experts(x_ESH.flatten(0, 1), matrices, (ones, ids_ES.view(-1, 1)), 0)
         return rows.view_as(x_ESH)
 
 

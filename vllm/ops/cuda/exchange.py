@@ -11,13 +11,14 @@ Letters: T tokens of this rank, N those of the group, E experts of this rank, B 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from vllm.distributed.parallel_state import GroupCoordinator
-from vllm.ops.reference_moe import FusedExperts, all_to_all_experts
+from vllm.ops.contract import Choices, ExpertMatrices, FusedExperts
+from vllm.ops.reference_moe import all_to_all_experts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -51,10 +52,8 @@ def capture_problems(config: VllmConfig) -> list[str]:
 
 def exchanged_experts(
     x_TH: Tensor,
-    w13_E2FH: Any,
-    w2_EHF: Any,
-    weights_TK: Tensor,
-    ids_TK: Tensor,
+    matrices: ExpertMatrices,
+    choices: Choices,
     num_active: int,
     group: GroupCoordinator,
     experts: FusedExperts,
@@ -64,13 +63,13 @@ def exchanged_experts(
     Tolerance: that of `fused_experts`. The sums of up to K ranks are added in the dtype of x.
     """
     if not is_gathered(len(x_TH), group.world_size):
-        return all_to_all_experts(x_TH, w13_E2FH, w2_EHF, weights_TK, ids_TK, num_active, group, experts)
-    num_here = len(w13_E2FH)
+        return all_to_all_experts(x_TH, matrices, choices, num_active, group, experts)
+    num_here = len(matrices[0])
     first = group.rank_in_group * num_here
-    x_NH, weights_NK, ids_NK = _gathered(x_TH, weights_TK, ids_TK, group)
+    x_NH, weights_NK, ids_NK = _gathered(x_TH, *choices, group)
     if num_here < ids_NK.shape[1]:
         weights_NK, ids_NK = _own_choices(weights_NK, ids_NK, first, num_here)
-    return group.reduce_scatter(experts(x_NH, w13_E2FH, w2_EHF, weights_NK, ids_NK, first))
+    return group.reduce_scatter(experts(x_NH, matrices, (weights_NK, ids_NK), first))
 
 
 def _gathered(

@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm.distributed.parallel_state import GroupCoordinator
-from vllm.ops.cuda.exchange import exchanged_experts
+from vllm.ops.contract import Choices, ExpertMatrices, RouterSettings
 from vllm.ops.cuda.fp8 import Fp8Products
 from vllm.ops.cuda.launch import Launch, tile_for
 from vllm.ops.cuda.rows import RowOps
@@ -25,22 +24,13 @@ _MOST_CHOICES = 1 << 15  # at a time: each is a row of x and of two products, wh
 
 
 class ExpertOps:
-    """See ``RolloutOps.topk_router``, ``fused_experts`` and ``exchanged_experts``."""
+    """See ``RolloutOps.topk_router`` and ``fused_experts``."""
 
     def __init__(self, launch: Launch, rows: RowOps, fp8: Fp8Products) -> None:
         self._launch, self._rows, self._fp8 = launch, rows, fp8
 
-    def topk_router(
-        self,
-        logits_TE: Tensor,
-        bias_E: Tensor | None,
-        top_k: int,
-        num_groups: int,
-        topk_groups: int,
-        normalize: bool,
-        scaling: float,
-        scoring: str,
-    ) -> tuple[Tensor, Tensor]:
+    def topk_router(self, logits_TE: Tensor, bias_E: Tensor | None, routing: RouterSettings) -> Choices:
+        top_k, num_groups, topk_groups, normalize, scaling, scoring = routing
         assert logits_TE.dtype is torch.float32 and scoring in ("sigmoid", "softmax"), (logits_TE.dtype, scoring)
         logits_TE = logits_TE.contiguous()
         tokens, num_experts = logits_TE.shape
@@ -65,33 +55,20 @@ class ExpertOps:
         )
         return weights_TK, ids_TK
 
-    def fused_experts(
-        self,
-        x_TH: Tensor,
-        w13_E2FH: Tensor | Fp8Operand,
-        w2_EHF: Tensor | Fp8Operand,
-        weights_TK: Tensor,
-        ids_TK: Tensor,
-        first_expert: int,
-    ) -> Tensor:
+    def fused_experts(self, x_TH: Tensor, matrices: ExpertMatrices, choices: Choices, first_expert: int) -> Tensor:
+        weights_TK, ids_TK = choices
         out_TH = x_TH.new_empty(x_TH.shape)
         most_tokens = max(1, _MOST_CHOICES // ids_TK.shape[1])
         for start in range(0, len(x_TH), most_tokens):
             part = slice(start, start + most_tokens)
             chosen = weights_TK[part].contiguous(), ids_TK[part] - first_expert
-            self._write_experts(x_TH[part], w13_E2FH, w2_EHF, *chosen, out_TH[part])
+            self._write_experts(x_TH[part], matrices, chosen, out_TH[part])
         return out_TH
 
-    def _write_experts(
-        self,
-        x_TH: Tensor,
-        w13_E2FH: Tensor | Fp8Operand,
-        w2_EHF: Tensor | Fp8Operand,
-        weights_TK: Tensor,
-        ids_TK: Tensor,
-        out_TH: Tensor,
-    ) -> None:
+    def _write_experts(self, x_TH: Tensor, matrices: ExpertMatrices, choices: Choices, out_TH: Tensor) -> None:
         """`fused_experts` of a few tokens; ids count from this rank's first expert."""
+        w13_E2FH, w2_EHF = matrices
+        weights_TK, ids_TK = choices
         num_experts, (tokens, hidden) = len(w13_E2FH), x_TH.shape
         is_elsewhere_TK = (ids_TK < 0) | (ids_TK >= num_experts)
         experts_S = ids_TK.masked_fill(is_elsewhere_TK, num_experts).flatten().to(torch.int16)
@@ -143,15 +120,3 @@ class ExpertOps:
             TILE_I=tile_I,
         )
         return out_SO
-
-    def exchanged_experts(
-        self,
-        x_TH: Tensor,
-        w13_E2FH: Tensor | Fp8Operand,
-        w2_EHF: Tensor | Fp8Operand,
-        weights_TK: Tensor,
-        ids_TK: Tensor,
-        num_active: int,
-        group: GroupCoordinator,
-    ) -> Tensor:
-        return exchanged_experts(x_TH, w13_E2FH, w2_EHF, weights_TK, ids_TK, num_active, group, self.fused_experts)

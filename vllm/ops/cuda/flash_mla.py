@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vllm.config import VllmConfig
-from vllm.ops.contract import DecodeMetadata, KVCache, RolloutOps
+from vllm.ops.contract import DecodeMetadata, KVCache, Queries, RolloutOps
 from vllm.ops.cuda.table import rollout_ops
 
 _BLOCK_SIZE, _LATENT, _ROPE = 64, 512, 64
@@ -64,21 +64,19 @@ class FlashMla:
     def __init__(self, library: Any) -> None:
         self._library = library
 
-    def mla_decode(
-        self, q_latent_BNL: Tensor, q_rope_BNR: Tensor, cache: KVCache, meta: DecodeMetadata, scale: float
-    ) -> Tensor:
+    def mla_decode(self, q: Queries, cache: KVCache, meta: DecodeMetadata, scale: float) -> Tensor:
         (pages,) = cache
         if "flash_mla" not in meta.scratch:
             # How a step's sequences are split follows from lengths on the device, for all layers. A kernel finds it,
             # which is captured with the step, so every replay splits its own lengths.
-            splits = self._library.get_mla_metadata(meta.seq_lens, q_latent_BNL.shape[1], 1)
+            splits = self._library.get_mla_metadata(meta.seq_lens, q[0].shape[1], 1)
             meta.scratch["flash_mla"] = splits
         out_B1NL, _ = self._library.flash_mla_with_kvcache(
-            torch.cat((q_latent_BNL, q_rope_BNR), dim=-1).unsqueeze(1),
+            torch.cat(q, dim=-1).unsqueeze(1),
             pages.unsqueeze(2),
             meta.block_tables,
             meta.seq_lens,
-            q_latent_BNL.shape[2],
+            q[0].shape[2],
             *meta.scratch["flash_mla"],
             softmax_scale=scale,
         )

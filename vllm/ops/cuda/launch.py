@@ -35,7 +35,7 @@ def find_kernel(name: str) -> Any:
             "the kernels of vllm.ops.cuda need an NVIDIA device, and torch finds none; TRITON_INTERPRET=1 in the "
             "environment runs them on a CPU, for tests"
         )
-    return getattr(kernels, name)
+    return kernels.kernel_called(name)
 
 
 def check_triton() -> None:

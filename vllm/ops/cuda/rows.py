@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm.ops.contract import HeadNorms, KVCache, SampledTokens, SamplingBatch
+from vllm.ops.contract import Angles, HeadNorms, KVCache, SampledTokens, SamplingBatch
 from vllm.ops.cuda.launch import Launch, tile_for
 from vllm.ops.reference_sample import sample as reference_sample
 from vllm.utils import last_contiguous
@@ -47,7 +47,8 @@ class RowOps:
         self._launch("silu_and_mul", grid, x_T2F, x_T2F.stride(0), out_TF, F=width, TILE_F=tile)
         return out_TF
 
-    def rotary_interleaved(self, x_TNR: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+    def rotary_interleaved(self, x_TNR: Tensor, angles: Angles) -> Tensor:
+        cos_TR, sin_TR = angles
         x_TNR = last_contiguous(x_TNR)
         tokens, heads, channels = x_TNR.shape
         tile_R = tile_for(channels // 2)
@@ -59,15 +60,9 @@ class RowOps:
         return out_TNR
 
     def norm_rope_write_kv(
-        self,
-        cache: KVCache,
-        kv_TD: Tensor,
-        weight_L: Tensor,
-        eps: float,
-        cos_TR: Tensor,
-        sin_TR: Tensor,
-        slots_T: Tensor,
+        self, cache: KVCache, kv_TD: Tensor, weight_L: Tensor, eps: float, angles: Angles, slots_T: Tensor
     ) -> None:
+        cos_TR, sin_TR = angles
         (pages,) = cache
         kv_TD = last_contiguous(kv_TD)
         latent = len(weight_L)
@@ -82,10 +77,10 @@ class RowOps:
         qkv_TMD: Tensor,
         bias_MD: Tensor | None,
         norms: HeadNorms | None,
-        cos_TR: Tensor,
-        sin_TR: Tensor,
+        angles: Angles,
         slots_T: Tensor,
     ) -> Tensor:
+        cos_TR, sin_TR = angles
         (pages,) = cache
         qkv_TMD = last_contiguous(qkv_TMD)
         tokens, all_heads, channels = qkv_TMD.shape

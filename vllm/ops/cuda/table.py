@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from vllm.ops import reference
-from vllm.ops.contract import RolloutOps, takes_no_fp8
+from vllm.ops.contract import RolloutOps, entries_of, takes_no_fp8
 from vllm.ops.cuda.attention import Attention
 from vllm.ops.cuda.deep_gemm import DeepGemmProducts, check_deep_gemm
+from vllm.ops.cuda.exchange import exchanged_experts
 from vllm.ops.cuda.experts import ExpertOps
 from vllm.ops.cuda.fp8 import Fp8Products, fits, has_fp8_products
 from vllm.ops.cuda.launch import Launch, check_triton, launch
@@ -80,26 +82,12 @@ def cuda_table(
     def linear(x_TI: Tensor, weight_OI: Any) -> Tensor:
         return fp8.linear(x_TI, weight_OI) if isinstance(weight_OI, Fp8Operand) else reference.linear(x_TI, weight_OI)
 
-    native: dict[str, Any] = {
-        "rms_norm": rows.rms_norm,
-        "add_rms_norm": rows.add_rms_norm,
-        "rotary_interleaved": rows.rotary_interleaved,
-        "norm_rope_write_kv": rows.norm_rope_write_kv,
-        "mla_decode": attention.mla_decode,
-        "mla_prefill": attention.mla_prefill,
-        "rope_write_gqa": rows.rope_write_gqa,
-        "gqa_decode": attention.gqa_decode,
-        "gqa_prefill": attention.gqa_prefill,
-        "topk_router": experts.topk_router,
-        "silu_and_mul": rows.silu_and_mul,
-    }
+    native = entries_of(attention, rows, experts)
     return replace(
         reference.rollout_ops(),
         **native,
         linear=linear,
-        fused_experts=experts.fused_experts,
-        exchanged_experts=experts.exchanged_experts,
-        sample=rows.sample,
+        exchanged_experts=partial(exchanged_experts, experts=experts.fused_experts),
         implementations=dict.fromkeys(native, "native")
         | _partly_torch(f"FP8 weights: {fp8.implementation if multiplies_fp8 else 'dequantised'}"),
         not_capturable=(),

@@ -38,10 +38,8 @@ class KVCacheManager:
             return True
         blocks: list[int] = []
         usable = (len(request.token_ids) - 1) // self.block_size
-        hashes = self._hashes(request, usable)
-        for index in range(usable):
-            block = self.pool.find(hashes[index])
-            if block is None:
+        for block_hash in self._hashes(request, usable)[:usable]:
+            if (block := self.pool.find(block_hash)) is None:
                 break
             blocks.append(block)
         num_computed = len(blocks) * self.block_size
@@ -66,13 +64,10 @@ class KVCacheManager:
         """
         end = request.num_computed_tokens + num_new_tokens
         missing = self.blocks_missing(request, num_new_tokens)
-        if missing == 0:
-            new_blocks: list[int] = []
-        elif missing > self.pool.num_free_blocks:
+        if missing > self.pool.num_free_blocks:
             return None
-        else:
-            new_blocks = self.pool.allocate(missing)
-            request.block_ids += new_blocks
+        new_blocks = self.pool.allocate(missing)
+        request.block_ids += new_blocks
         if self.enable_prefix_caching:
             self._register(request, end)
         return new_blocks

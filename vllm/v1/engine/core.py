@@ -5,13 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-import torch
 from torch.profiler import record_function
 
-from vllm.config import VllmConfig
-from vllm.distributed.parallel_state import ParallelState
-from vllm.ops.contract import RolloutOps
-from vllm.platforms import Platform
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -19,6 +14,7 @@ from vllm.v1.engine.non_finite import NonFiniteLogitsError, failed_requests, mod
 from vllm.v1.request import Request, TopLogprobs
 from vllm.v1.sample.sampler import SamplerOutput
 from vllm.v1.worker.cache_memory import zero_blocks
+from vllm.v1.worker.rank_context import RankContext
 from vllm.v1.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -27,11 +23,10 @@ logger = logging.getLogger(__name__)
 class EngineCore:
     """Scheduler and worker of one rank."""
 
-    def __init__(
-        self, config: VllmConfig, parallel: ParallelState, platform: Platform, ops: RolloutOps, device: torch.device
-    ) -> None:
-        self.parallel, self.platform, self.device = parallel, platform, platform.exchange_device(device)
-        self.worker = Worker(config, parallel, platform, ops, device)
+    def __init__(self, rank: RankContext) -> None:
+        config, self.parallel, self.platform = rank.config, rank.parallel, rank.platform
+        self.device = rank.platform.exchange_device(rank.device)
+        self.worker = Worker(rank)
         kv = KVCacheManager(self.worker.cache.num_blocks, config.cache.block_size, config.cache.enable_prefix_caching)
         self.scheduler = Scheduler(config.scheduler, kv)
         self.num_steps = 0

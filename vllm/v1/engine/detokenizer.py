@@ -48,7 +48,7 @@ class IncrementalDetokenizer:
         for token in token_ids:
             self.push(token)
         if is_finished and self.stop_reason is None:
-            self.text += self._rest()
+            self.text += self._next_piece(is_last=True)
         end = len(self.text) if is_finished or self.stop_reason is not None else self._settled_length()
         piece = self.text[self._num_shown : end]
         self._num_shown = max(self._num_shown, end)
@@ -77,18 +77,13 @@ class IncrementalDetokenizer:
                 return len(self.text) - length
         return len(self.text)
 
-    def _next_piece(self) -> str:
+    def _next_piece(self, is_last: bool = False) -> str:
+        """The text of the tokens that are not out; `is_last`: also of those that still wait for their last byte."""
         piece = self._pending_text()
-        is_waiting = piece.endswith(_INCOMPLETE) and len(self._ids) - self._end < _MAX_PENDING_TOKENS
+        is_waiting = not is_last and piece.endswith(_INCOMPLETE) and len(self._ids) - self._end < _MAX_PENDING_TOKENS
         if not piece or is_waiting:
             return ""
         self._begin, self._end = self._end, len(self._ids)
-        return piece
-
-    def _rest(self) -> str:
-        """The text of the tokens that still wait for their last byte."""
-        piece = self._pending_text()
-        self._begin = self._end = len(self._ids)
         return piece
 
     def _pending_text(self) -> str:

@@ -101,14 +101,10 @@ class Sampler:
             num_top_logprobs=int(batch.num_top_logprobs[rows].max()),
             logprobs_mode=self.logprobs_mode,
         )
-        if batch.min_p:
-            self._add_min_p(settings, batch, rows)
-        return _RowSettings(batch, rows, settings)
-
-    def _add_min_p(self, settings: SamplingBatch, batch: InputBatch, rows: np.ndarray) -> None:
-        min_p = np.array([batch.min_p.get(row, 0.0) for row in rows.tolist()], dtype=np.float32)
+        min_p = np.array([batch.min_p.get(row, 0.0) for row in rows.tolist()] if batch.min_p else [], dtype=np.float32)
         if min_p.any():
             settings.min_p_B = self._send(min_p)
+        return _RowSettings(batch, rows, settings)
 
     def _add_edits(self, settings: SamplingBatch, batch: InputBatch, rows: np.ndarray) -> None:
         edited = [(index, batch.edits[row]) for index, row in enumerate(rows.tolist()) if row in batch.edits]

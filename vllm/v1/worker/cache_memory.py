@@ -8,14 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.config import VllmConfig
-from vllm.distributed.parallel_state import ParallelState
 from vllm.model_executor.layers.fused_moe import bytes_per_token, new_choices_cache
 from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.ops.contract import KVCache
-from vllm.platforms import Platform
 from vllm.utils import async_tensor_h2d
 from vllm.v1.worker.decode_graphs import num_scratch_blocks
+from vllm.v1.worker.rank_context import RankContext
 
 logger = logging.getLogger(__name__)
 
@@ -29,18 +27,10 @@ class CacheMemory:
         num_blocks: the scheduler's, which must exist whatever is free after a sleep: they are counted once.
     """
 
-    def __init__(
-        self,
-        config: VllmConfig,
-        model: CausalLM,
-        parallel: ParallelState,
-        platform: Platform,
-        device: torch.device,
-        keeps_address: bool,
-    ) -> None:
-        self._config, self._model, self._parallel = config, model, parallel
-        self._platform, self._device, self._keeps_address = platform, device, keeps_address
-        self._dtype: torch.dtype = getattr(torch, config.model.dtype)
+    def __init__(self, rank: RankContext, model: CausalLM) -> None:
+        self._config, self._model, self._parallel = rank.config, model, rank.parallel
+        self._platform, self._device, self._keeps_address = rank.platform, rank.device, rank.keeps_address
+        self._dtype: torch.dtype = getattr(torch, rank.config.model.dtype)
         self.caches: list[KVCache] = []
         self.num_blocks = self._count_blocks()
         self.is_allocated = False

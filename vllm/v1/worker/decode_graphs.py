@@ -15,9 +15,10 @@ from vllm.config import VllmConfig
 from vllm.forward_context import ForwardContext
 from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.ops.contract import DecodeMetadata, KVCache
-from vllm.platforms import CapturedGraph, GraphPool, Platform
+from vllm.platforms import CapturedGraph, GraphPool
 from vllm.utils import HAS_NO_STREAM, pinned_empty
 from vllm.v1.worker.input_batch import StepInputs
+from vllm.v1.worker.rank_context import RankContext
 
 logger = logging.getLogger(__name__)
 
@@ -73,21 +74,16 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self,
-        config: VllmConfig,
-        model: CausalLM,
-        platform: Platform,
-        device: torch.device,
-        num_blocks: int,
-        freed_by_sleep: Callable[[], list[Tensor]],
+        self, rank: RankContext, model: CausalLM, num_blocks: int, freed_by_sleep: Callable[[], list[Tensor]]
     ) -> None:
         """freed_by_sleep: returns what graphs read besides memory of their own, always in the same order."""
+        config, device = rank.config, rank.device
         self.sizes = config.compilation.cudagraph_capture_sizes
-        self._model, self._platform, self._device = model, platform, device
+        self._model, self._platform = model, rank.platform
         self._num_replicas = config.parallel.data_parallel_size if config.parallel.steps_in_lockstep else 1
         self._logits_rows = 0  # rows of the largest graph that computes logits
         if config.parallel.tensor_parallel_size == 1:
-            self._logits_rows = platform.captured_logits_bytes // (4 * config.model.hf.vocab_size)
+            self._logits_rows = rank.platform.captured_logits_bytes // (4 * config.model.hf.vocab_size)
         self._block_size = config.cache.block_size
         self._num_blocks = num_blocks
         self._pool: GraphPool | None = None
@@ -169,12 +165,8 @@ class DecodeGraphs:
         return [tensor.data_ptr() for tensor in self._freed_by_sleep()]
 
     def _run_and_capture(self, size: int, caches: list[KVCache]) -> Tensor:
-        decode = DecodeMetadata(
-            self._host_seq_lens_S[:size],
-            self._seq_lens_S.buffer[:size],
-            self._tables_SW.buffer[:size],
-            self._block_size,
-        )
+        lens_S, tables_SW = self._seq_lens_S.buffer[:size], self._tables_SW.buffer[:size]
+        decode = DecodeMetadata(self._host_seq_lens_S[:size], lens_S, tables_SW, self._block_size)
         context = ForwardContext(
             num_tokens=size,
             num_decode_tokens=size,

@@ -12,17 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import StepExchange
 from vllm.forward_context import ForwardContext
 from vllm.model_executor.models.causal_lm import CausalLM
-from vllm.ops.contract import DecodeMetadata, KVCache, PrefillMetadata, RolloutOps
+from vllm.ops.contract import DecodeMetadata, KVCache, PrefillMetadata
 from vllm.utils import async_tensor_h2d
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 from vllm.v1.sample.sampler import Sampler, SamplerOutput, score_prompts
 from vllm.v1.worker.decode_graphs import DecodeGraphs
 from vllm.v1.worker.input_batch import InputBatch, StepInputs, prepare_step
+from vllm.v1.worker.rank_context import RankContext
 
 LogitsOf = Callable[[Tensor], Tensor]
 
@@ -30,20 +30,14 @@ LogitsOf = Callable[[Tensor], Tensor]
 class ModelRunner:
     """Owns the rows of the running requests; the worker owns the model, the caches, the graphs and the ops."""
 
-    def __init__(
-        self,
-        config: VllmConfig,
-        model: CausalLM,
-        ops: RolloutOps,
-        graphs: DecodeGraphs | None,
-        device: torch.device,
-    ) -> None:
-        self.model, self.graphs, self.device = model, graphs, device
+    def __init__(self, rank: RankContext, model: CausalLM, graphs: DecodeGraphs | None) -> None:
+        config = rank.config
+        self.model, self.graphs, self.device = model, graphs, rank.device
         self.block_size = config.cache.block_size
         self.batch = InputBatch(config.scheduler.max_num_seqs, config.model.max_model_len, self.block_size)
         # In lock-step other replicas use all rows.
         self._may_prune = model.prunes_last_layer and not config.parallel.steps_in_lockstep
-        self.sampler = Sampler(config.model.hf.vocab_size, ops, device, config.logprobs_mode)
+        self.sampler = Sampler(config.model.hf.vocab_size, rank.ops, rank.device, config.logprobs_mode)
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput, exchange: StepExchange, caches: list[KVCache]) -> SamplerOutput:
@@ -115,21 +109,11 @@ class ModelRunner:
     def _prefill(self, inputs: StepInputs) -> PrefillMetadata | None:
         if inputs.num_decode == len(inputs.rows_B):
             return None
-        prefilling = slice(inputs.num_decode, None)
-        rows, seq_lens, query_lens = (
-            inputs.rows_B[prefilling],
-            inputs.seq_lens_B[prefilling],
-            inputs.query_lens_B[prefilling],
-        )
+        columns = inputs.rows_B, inputs.seq_lens_B, inputs.query_lens_B
+        rows, seq_lens, query_lens = (column[inputs.num_decode :] for column in columns)
         cu_query_lens = np.concatenate(([0], np.cumsum(query_lens))).astype(np.int32)
-        return PrefillMetadata(
-            query_lens,
-            seq_lens,
-            self._send(cu_query_lens),
-            self._send(seq_lens.astype(np.int32)),
-            self._tables(rows, seq_lens),
-            self.block_size,
-        )
+        on_device = self._send(cu_query_lens), self._send(seq_lens.astype(np.int32)), self._tables(rows, seq_lens)
+        return PrefillMetadata(query_lens, seq_lens, *on_device, self.block_size)
 
     def _tables(self, rows: np.ndarray, seq_lens: np.ndarray) -> Tensor:
         width = -(-int(seq_lens.max()) // self.block_size)

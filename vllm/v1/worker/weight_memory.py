@@ -14,8 +14,6 @@ from torch import Tensor
 from hf_formats.cores import usable_cores
 from hf_formats.finite import note_finite, require_noted
 from hf_formats.fp8 import SCALE_SUFFIX
-from vllm.config import VllmConfig
-from vllm.distributed.parallel_state import ParallelState
 from vllm.model_executor.model_loader.checkpoint_reader import CheckpointReader, each_once, iterate_dummy
 from vllm.model_executor.model_loader.collect_digests import collect_digests, shard_digests
 from vllm.model_executor.model_loader.digest import WeightDigest
@@ -27,8 +25,7 @@ from vllm.model_executor.model_loader.fp8_weight_view import (
 )
 from vllm.model_executor.model_loader.shard_writer import ShardWriter
 from vllm.model_executor.models.causal_lm import CausalLM
-from vllm.ops.contract import RolloutOps
-from vllm.platforms import Platform
+from vllm.v1.worker.rank_context import RankContext
 
 logger = logging.getLogger(__name__)
 
@@ -38,25 +35,17 @@ class WeightMemory:
 
     Attributes:
         names_to_load: weights without values that count: after they were freed without a copy, or by a failed update.
-        keeps_address: freed weights shall come back where they were, as far as the device has a way.
     """
 
-    def __init__(
-        self,
-        config: VllmConfig,
-        parallel: ParallelState,
-        platform: Platform,
-        ops: RolloutOps,
-        device: torch.device,
-        keeps_address: bool,
-    ) -> None:
+    def __init__(self, rank: RankContext) -> None:
         # Torch takes as many threads as the process may use cores, but sees no container's limit of their time.
         torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
-        self._config, self._parallel, self._platform, self._device = config, parallel, platform, device
-        self._keeps_address = keeps_address
-        self.model = _new_model(config, parallel, ops, device)
+        self._config, self._platform = rank.config, rank.platform
+        self._parallel, self._device = rank.parallel, rank.device
+        self._keeps_address = rank.keeps_address
+        self.model = _new_model(rank)
         for tensor in self.tensors:
-            platform.prefer_large_pages(tensor)
+            self._platform.prefer_large_pages(tensor)
         self.names_to_load: set[str] = set()
         self._fp8_pairs = Fp8Pairs()
         self.is_allocated = True
@@ -218,7 +207,8 @@ class WeightMemory:
             raise RuntimeError(f'{action} while the weights sleep: call wake_up(tags=["weights"]) first')
 
 
-def _new_model(config: VllmConfig, parallel: ParallelState, ops: RolloutOps, device: torch.device) -> CausalLM:
+def _new_model(rank: RankContext) -> CausalLM:
+    config, ops = rank.config, rank.ops
     is_fp8 = config.model.quantization == "fp8"
     if is_fp8:  # FP8 blocks replace the tensors of the weights
         ops = replace(ops, new_weight=partial(ops.new_weight, may_pack=False))
@@ -227,8 +217,8 @@ def _new_model(config: VllmConfig, parallel: ParallelState, ops: RolloutOps, dev
     default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, config.model.dtype))
     try:
-        with device:
-            model = CausalLM(config.model.hf, config.model.max_model_len, parallel, ops, device)
+        with rank.device:
+            model = CausalLM(config.model.hf, config.model.max_model_len, rank.parallel, ops, rank.device)
     finally:
         torch.set_default_dtype(default_dtype)
     if is_fp8:

@@ -7,45 +7,35 @@ from collections.abc import Collection
 import numpy as np
 import torch
 
-from vllm.config import VllmConfig
-from vllm.distributed.parallel_state import ParallelState, StepExchange
+from vllm.distributed.parallel_state import StepExchange
 from vllm.model_executor.layers.fused_moe import read_choices
-from vllm.ops.contract import RolloutOps
-from vllm.platforms import Platform
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.sample.sampler import SamplerOutput
 from vllm.v1.worker.cache_memory import CacheMemory, copy_blocks
 from vllm.v1.worker.decode_graphs import DecodeGraphs
 from vllm.v1.worker.model_runner import ModelRunner
+from vllm.v1.worker.rank_context import RankContext
 from vllm.v1.worker.weight_memory import WeightMemory
 
 
 class Worker:
     """Composes what one rank has on its device, and executes steps."""
 
-    def __init__(
-        self, config: VllmConfig, parallel: ParallelState, platform: Platform, ops: RolloutOps, device: torch.device
-    ) -> None:
-        self.config, self.parallel, self.platform, self.device = config, parallel, platform, device
-        has_graphs = not config.compilation.enforce_eager
-        keeps_address = has_graphs and platform.keeps_graphs_over_sleep
-        self.weights = WeightMemory(config, parallel, platform, ops, device, keeps_address)
+    def __init__(self, rank: RankContext) -> None:
+        self.config, self.parallel, self.platform, self.device = rank.config, rank.parallel, rank.platform, rank.device
+        self.weights = WeightMemory(rank)
         self.model = self.weights.model
-        parallel.connect(device)
-        if ops.connect_exchange is not None:
-            ops.connect_exchange(config, parallel.exchange)
-        self.cache = CacheMemory(config, self.model, parallel, platform, device, keeps_address)
+        rank.parallel.connect(rank.device)
+        if rank.ops.connect_exchange is not None:
+            rank.ops.connect_exchange(rank.config, rank.parallel.exchange)
+        self.cache = CacheMemory(rank, self.model)
         self.graphs: DecodeGraphs | None = None
-        if has_graphs:
-            self.graphs = DecodeGraphs(
-                config,
-                self.model,
-                platform,
-                device,
-                self.cache.num_blocks,
-                lambda: self.weights.tensors + self.cache.tensors,
-            )
-        self.runner = ModelRunner(config, self.model, ops, self.graphs, device)
+        if not rank.config.compilation.enforce_eager:
+            self.graphs = DecodeGraphs(rank, self.model, self.cache.num_blocks, self._freed_by_sleep)
+        self.runner = ModelRunner(rank, self.model, self.graphs)
+
+    def _freed_by_sleep(self) -> list[torch.Tensor]:
+        return self.weights.tensors + self.cache.tensors
 
     def execute(self, step: SchedulerOutput, exchange: StepExchange) -> SamplerOutput:
         if step.block_copies:

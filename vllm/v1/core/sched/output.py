@@ -15,9 +15,8 @@ class SchedulerOutput:
 
     requests: list[Request]
     num_tokens: list[int]
-    new_block_ids: list[
-        list[int] | None
-    ]  # per request: blocks added in this step; None: use request.block_ids, it is (re)admitted
+    # Per request: blocks added in this step; None: use request.block_ids, it is (re)admitted.
+    new_block_ids: list[list[int] | None]
     removed: list[Request]  # finished, aborted or preempted since the last step: their rows are free
     total_num_tokens: int
     block_copies: list[tuple[int, int]] = field(default_factory=list)
