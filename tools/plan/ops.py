@@ -96,20 +96,9 @@ def _attention_block(
     return attention_block(q, k, v, *_two_pieces(q, cu_seqlens_q, cu_seqlens_k), scale, causal)
 
 
-def _attention_block_grad(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    scale: float,
-    causal: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
-    bounds = _two_pieces(q, cu_seqlens_q, cu_seqlens_k)
-    return attention_block_grad(grad_out, q, k, v, out, lse, *bounds, scale, causal)
+def _attention_block_grad(grad_out: Tensor, q: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The same for the gradients; others: k, v, the output, its log-sum-exp, both bounds, scale, causal."""
+    return attention_block_grad(grad_out, q, *others[:4], *_two_pieces(q, *others[4:6]), *others[6:])
 
 
 def _two_pieces(q: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[Tensor, Tensor]:

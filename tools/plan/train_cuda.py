@@ -16,13 +16,12 @@ from torch import Tensor
 from hf_formats.fp8 import BLOCK, FP8_DTYPE, num_blocks
 from megatron.core.ops import TrainOps
 from megatron.core.ops.cuda.attention import DTYPES, FlashAttention
-from megatron.core.ops.cuda.flash import Sequences
 from megatron.core.ops.fused_adamw import adamw_step
 from megatron.core.ops.reference_attention import whole_sequence_attention
 from megatron.core.ops.reference_moe import expert_order
 from megatron.core.tensor_parallel import collectives
 from megatron.core.utils import async_h2d
-from tools.plan.train_npu import GroupedMatmul, kernel
+from tools.plan.train_npu import GroupedMatmul, kernel, swiglu
 
 
 def cuda_table(table: TrainOps, tp_comm_overlap: bool = False, has_fp8: bool = False) -> TrainOps:
@@ -35,7 +34,7 @@ def cuda_table(table: TrainOps, tp_comm_overlap: bool = False, has_fp8: bool = F
     return replace(
         table,
         rms_norm=_rms_norm,
-        swiglu=_swiglu,
+        swiglu=swiglu,
         rotary_interleaved=_rotary,
         core_attention=choose("core_attention", flash),
         shared_prompt_attention=lambda q, *others: (
@@ -75,29 +74,15 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return kernel(x.new_empty(x.shape), (x, weight, inverse), x, weight)
 
 
-def _swiglu(x: Tensor) -> Tensor:
-    return kernel(x.new_empty(*x.shape[:-1], x.shape[-1] // 2), (x,), x)
-
-
 def _rotary(x_TNR: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return kernel(x_TNR.new_empty(x_TNR.shape), (cos, sin), x_TNR)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+def _attend(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
 
 
-def _attend_grad(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    sequences: Sequences,
-    scale: float,
-    causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _attend_grad(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Flash attention adds up q's gradient in float32, and those of k and v for every query head."""
     sums_q = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     wide = [x.new_empty(x.shape[0], q.shape[1], x.shape[2]) for x in (k, v) if x.shape[1] != q.shape[1]]
