@@ -10,9 +10,9 @@ import torch
 
 from hf_formats.fp8 import BLOCK, quantize
 from tools.workshop.bench.models import CHECKPOINTS
-from tools.workshop.gpu_day.engines import ROLLOUT_OPS, gap
+from tools.workshop.gpu_day.engines import ROLLOUT_OPS, gap, new_engine
 from tools.workshop.gpu_day.rows import Rows
-from tools.workshop.gpu_day.speed import decode_seconds, new_engine, prefill_seconds, quickest, sizes_of
+from tools.workshop.gpu_day.speed import decode_seconds, prefill_seconds, quickest, sizes_of
 from vllm.ops import reference_fp8
 from vllm.ops.contract import RolloutOps
 from vllm.ops.contract import resolve as resolve_rollout
@@ -56,7 +56,7 @@ def fp8_products(device: str, rows: Rows) -> None:
     longest = max(sizes.context + 2 * sizes.steps, *sizes.prompts) + 1
     found = []
     for quantization in (None, "fp8"):
-        llm = new_engine(device, raw, sizes.batch, longest, quantization=quantization)
+        llm = new_engine(raw, device, sizes.batch, longest, quantization=quantization)
         found.append((decode_seconds(device, llm, raw, sizes, sizes.batch), prefill_seconds(device, llm, raw, sizes)))
         llm.shutdown()
     for name, bar, bf16_s, fp8_s in zip(("decode", "prefill"), (1.3, 1.4), *found, strict=True):
