@@ -31,7 +31,6 @@ from tools.workshop.bench.remote import (
     EngineProcess,
     EngineSpec,
     OthersLoad,
-    allocator_name,
     cpus_for,
     quickest_variant,
     report_progress,
@@ -103,15 +102,8 @@ class Bench:
             started = ((spec.engine, self._started(spec)) for spec in specs)
             processes = {engine: stack.enter_context(process) for engine, process in started if process is not None}
             measured, machine = self._in_turns(processes, probe)
-        return rollout_report.report(
-            raw=self.raw,
-            options=vars(self.options) | {"checkpoint": self.checkpoint},
-            allocator=allocator_name(),
-            measured=measured,
-            started=self.starts,
-            machine=machine,
-            failures=self.failures,
-        )
+        options = vars(self.options) | {"checkpoint": self.checkpoint}
+        return rollout_report.report(options, measured, self.starts, machine) | {"failures": self.failures}
 
     def _spec(self, engine: str) -> EngineSpec | None:
         """How to start an engine; None, with the failure noted, when transformers has no variant that runs."""
