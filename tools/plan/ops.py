@@ -96,9 +96,10 @@ def _attention_block(
     return attention_block(q, k, v, *_two_pieces(q, cu_seqlens_q, cu_seqlens_k), scale, causal)
 
 
-def _attention_block_grad(grad_out: Tensor, q: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The same for the gradients; others: k, v, the output, its log-sum-exp, both bounds, scale, causal."""
-    return attention_block_grad(grad_out, q, *others[:4], *_two_pieces(q, *others[4:6]), *others[6:])
+def _attention_block_grad(grad_out: Tensor, q: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The same for the gradients; args: k, v, the output and its log-sum-exp, both bounds, then scale and causal."""
+    others = [*args[:4], *_two_pieces(q, *args[4:6]), *args[6:]]
+    return attention_block_grad(grad_out, q, *others, **kwargs)
 
 
 def _two_pieces(q: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[Tensor, Tensor]:

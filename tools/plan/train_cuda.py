@@ -78,11 +78,13 @@ def _rotary(x_TNR: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return kernel(x_TNR.new_empty(x_TNR.shape), (cos, sin), x_TNR)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+def _attend(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
 
 
-def _attend_grad(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _attend_grad(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     """Flash attention adds up q's gradient in float32, and those of k and v for every query head."""
     sums_q = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     wide = [x.new_empty(x.shape[0], q.shape[1], x.shape[2]) for x in (k, v) if x.shape[1] != q.shape[1]]
