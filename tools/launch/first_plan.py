@@ -141,28 +141,20 @@ def run_planner(command: list[str], result: Path, timeout_s: float = TIMEOUT_S) 
 
     ValueError with the reason where it has not.
     """
-    status, lines = _run(command, result.with_name("output"), timeout_s)
-    if status in (FITS, DOES_NOT_FIT) and result.is_file():
-        return lines
-    if status is None:
-        raise ValueError(f"the planner took longer than {timeout_s:g} s")
-    raise ValueError(
-        lines[-1].removeprefix("error: ") if lines else f"the planner ended with status {status} and no output"
-    )
-
-
-def _run(command: list[str], log: Path, timeout_s: float) -> tuple[int | None, list[str]]:
-    """The planner's exit status (None: it took too long) and the lines that it printed."""
-    processes = OwnProcesses()
+    processes, log = OwnProcesses(), result.with_name("output")
     # The planner computes nothing: it needs no accelerator, and must not take one from the run.
     quiet = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    status = None
     try:
         with log.open("wb") as output:
             process = processes.start(command, {**os.environ, **quiet, "PYTHONPATH": python_path()}, output)
         status = process.wait(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        pass
+        raise ValueError(f"the planner took longer than {timeout_s:g} s") from None
     finally:
         processes.end_all()
-    return status, log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    if status in (FITS, DOES_NOT_FIT) and result.is_file():
+        return lines
+    raise ValueError(
+        lines[-1].removeprefix("error: ") if lines else f"the planner ended with status {status} and no output"
+    )

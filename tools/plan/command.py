@@ -68,11 +68,9 @@ def _planned(
         options.response_length or data.max_response_length,
         expert_load(options.load, run.config.actor_rollout_ref.actor.megatron.expert_model_parallel_size),
     )
-    lengths = default_lengths(run.config)  # means are timed, while memory is planned for the longest rows
-    if options.mean_prompt_length is not None:
-        lengths = replace(lengths, prompt_mean=options.mean_prompt_length)
-    if options.mean_response_length is not None:
-        lengths = replace(lengths, response_mean=options.mean_response_length)
+    # Means are timed, while memory is planned for the longest rows.
+    given = {"prompt_mean": options.mean_prompt_length, "response_mean": options.mean_response_length}
+    lengths = replace(default_lengths(run.config), **{name: mean for name, mean in given.items() if mean is not None})
     constants = load_constants()
     if options.choose is not None:
         choice = choose(run, lengths, size, constants)
