@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from math import prod
 
 from megatron.core.parallel_layout import ParallelLayout
 from megatron.core.parallel_state import GROUP_AXES, PAIR, UNUSED_GROUPS
@@ -20,23 +19,10 @@ def communicator_bytes(
 
     kind: the device's op tables · dispatcher: ``moe_token_dispatcher_type``.
     """
-    dense = {
-        "tp": layout.tensor_model_parallel_size,
-        "cp": layout.context_parallel_size,
-        "dp": layout.data_parallel_size,
-        "pp": layout.pipeline_model_parallel_size,
-    }
-    experts = {
-        "tp": layout.expert_tensor_parallel_size,
-        "ep": layout.expert_model_parallel_size,
-        "dp": layout.expert_data_parallel_size,
-    }
     used = ["world"] if layout.world_size > 1 else []
-    for name, (axes, is_expert) in GROUP_AXES.items():
-        sizes = experts if is_expert else dense
-        if name not in UNUSED_GROUPS[dispatcher] and prod(sizes[axis] for axis in axes) > 1:
-            used.append(name)
-    used += [PAIR, PAIR] if dense["pp"] > 1 else []
+    for name in GROUP_AXES.keys() - UNUSED_GROUPS[dispatcher]:
+        used += [name] if len(layout.members(0, *GROUP_AXES[name])) > 1 else []
+    used += [PAIR, PAIR] if layout.pipeline_model_parallel_size > 1 else []
     shares_experts = rollout.has_expert_parallel and rollout.expert_ranks > 1
     engine = {
         "tp": rollout.tp > 1,
