@@ -51,9 +51,8 @@ def run(arguments: Sequence[str], progress: Status) -> int:
 def _planned(
     options: argparse.Namespace, run: PlannedRun, device: DeviceProfile, console: Console, progress: Status
 ) -> int:
-    from tools.plan.console import print_brief, print_plain, print_plan, print_table
+    from tools.plan.console import print_brief, print_plain, print_plan, print_table, write_plan
     from tools.plan.page import write_page
-    from tools.plan.report import write_json
     from tools.plan.search.choose import choose
     from tools.plan.search.explain import explain
     from tools.plan.search.show import search
@@ -91,7 +90,7 @@ def _planned(
     (print_brief if options.brief else print_plan)(plan, step, console)
     if options.sensitivity:
         print_table(variation_table(sensitivity(shape, device, constants)), console)
-    for write, path in ((write_json, options.output), (write_page, options.page)):
+    for write, path in ((write_plan, options.output), (write_page, options.page)):
         if path is not None:
             write(plan, step, path)
             print_plain(console, f"written: {path}")
