@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hf_formats.files import write_text
+from hf_formats.files import write_json
 from recipes.common.data_scripts import digest_of
 from tools.launch.first_plan import plan_command, run_planner
 from tools.launch.job import Job, latest_step, resolve_config
@@ -51,7 +51,7 @@ class LayoutChoice:
         """Keep it; a choice of nothing (--no-plan) is none."""
         if self.overrides:
             content = {"made_for": self.made_for, "overrides": self.overrides, "reasons": self.reasons}
-            write_text(output_dir / FILE, json.dumps(content, indent=1) + "\n")
+            write_json(output_dir / FILE, content)
 
 
 def without_layout(job: Job) -> Job:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from hf_formats.files import write_text
+from hf_formats.files import write_json, write_text
 from recipes.common.short_folder import start_method
 from tools.workshop.gpu_day.parts import PARTS, ends_of_parts, resolved_device, run_part
 from tools.workshop.gpu_day.rows import (
@@ -30,7 +30,6 @@ from tools.workshop.gpu_day.rows import (
     line,
     page,
     read_rows,
-    save_json,
     summary,
 )
 
@@ -72,7 +71,7 @@ def _save(out: Path, device: str, rows: list[Row], took: dict[str, float]) -> No
         time.strftime("%Y-%m-%d"),
         f"{sum(took.values()):.0f} s: {seconds}",
     ]
-    save_json(out / "gpu_day.json", {"facts": facts, "rows": [asdict(row) for row in rows]})
+    write_json(out / "gpu_day.json", {"facts": facts, "rows": [asdict(row) for row in rows]})
     write_text(out / "gpu_day.md", page(rows, facts))
 
 
