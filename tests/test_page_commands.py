@@ -48,7 +48,6 @@ HELD = {
     rf"OUTPUT_DIR=outputs/again {SCRIPT} trainer\.train_only=.*": "tests/system/test_page_runs.py",
     f"{SCRIPT} trainer.resume_mode=resume_path .*": "tests/system/test_page_runs.py",
     rf"{SCRIPT} 'trainer\.logger=\[console,wandb\]'": f"{NOT_RUN}no wandb here; tests/verl/test_trackers.py",
-    rf"{SCRIPT} trainer\.exact_log_probs=true .*": "tests/system/test_page_runs.py",
     f"NNODES=16 .*{SCRIPT}": f"{BIG}two hosts: tests/system/test_two_hosts.py",
     "MODEL_PATH=Qwen/.*": f"{NETWORK}on a hub of its own: tests/recipes/test_hub_model.py",
     "(NNODES=16|HOSTFILE=|MODEL_PATH=).*": f"{BIG}node by node, host file, Slurm: tests/recipes/test_many_nodes.py",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,21 +14,16 @@ from torch import Tensor
 
 from verl.protocol_storage import (
     AUTO_PADDING,
-    DataProtoConfig,
     as_rows,
-    describe,
     merged_settings,
     pack_tensor,
-    read_content,
     tensors_of,
     union_dict,
     united_tensors,
     unpack_tensor,
-    write_content,
 )
 from verl.row_refs import RowRefs
 from verl.utils.errors import BatchError
-from verl.utils.tensordict_utils import get_tensordict, split_non_tensors
 
 
 @dataclass(eq=False)
@@ -69,7 +64,6 @@ class DataProto:
         tensors: Mapping[str, Tensor] | None = None,
         non_tensors: Mapping[str, Sequence | np.ndarray] | None = None,
         meta_info: dict[str, Any] | None = None,
-        num_batch_dims: int = 1,
         auto_padding: bool = False,
         *,
         row_refs: RowRefs | None = None,
@@ -77,30 +71,14 @@ class DataProto:
         """Builds a batch; ValueError names the keys when the row counts differ.
 
         Args:
-            num_batch_dims: leading dimensions that all tensors share; more than one only without ``non_tensors``.
             auto_padding: calls that split the batch pad it to their parts, and cut the padding off their outputs.
         """
         tensors = dict(tensors or {})
         arrays = {key: as_rows(values) for key, values in (non_tensors or {}).items()}
         _require_equal_lengths(tensors, arrays, row_refs)
-        if num_batch_dims < 1 or (num_batch_dims > 1 and arrays):
-            raise BatchError(f"num_batch_dims={num_batch_dims}, expected 1 beside non_tensors, at least 1 without")
-        shapes = {key: tuple(tensor.shape[:num_batch_dims]) for key, tensor in tensors.items()}
-        if len(set(shapes.values())) > 1 or any(len(shape) < num_batch_dims for shape in shapes.values()):
-            raise BatchError(f"the first {num_batch_dims} dimensions of the tensors differ: {shapes}")
-        batch = TensorDict(tensors, batch_size=next(iter(shapes.values()))) if tensors else None
+        batch = TensorDict(tensors, batch_size=next(iter(tensors.values())).shape[:1]) if tensors else None
         settings = dict(meta_info or {}) | ({AUTO_PADDING: True} if auto_padding else {})
         return cls(batch=batch, non_tensor_batch=arrays, meta_info=settings, row_refs=row_refs)
-
-    @classmethod
-    def from_tensordict(
-        cls, tensor_dict: TensorDict | None = None, meta_info: dict[str, Any] | None = None, num_batch_dims: int = 1
-    ) -> DataProto:
-        """The inverse of ``to_tensordict``: tensors, objects per row, and values of the whole batch (``meta_info``)."""
-        if tensor_dict is None:
-            raise BatchError("from_tensordict needs a TensorDict")
-        tensors, rows, settings = split_non_tensors(tensor_dict)
-        return cls.from_dict(tensors, rows, settings | (meta_info or {}), num_batch_dims)
 
     @classmethod
     def from_single_dict(
@@ -149,10 +127,8 @@ class DataProto:
         for key, array in self.non_tensor_batch.items():
             if not isinstance(array, np.ndarray):
                 raise BatchError(f"non_tensor_batch[{key!r}] is a {type(array).__name__}, expected numpy.ndarray")
-        if self.batch is not None and (not self.batch.batch_size or (self.non_tensor_batch and self.batch.ndim != 1)):
-            raise BatchError(
-                f"batch has batch_size {tuple(self.batch.batch_size)}, expected one dimension beside non_tensor_batch"
-            )
+        if self.batch is not None and self.batch.ndim != 1:
+            raise BatchError(f"batch has batch_size {tuple(self.batch.batch_size)}, expected one dimension")
         _require_equal_lengths(tensors_of(self.batch), self.non_tensor_batch, self.row_refs)
 
     def to(self, device: torch.device | str) -> DataProto:
@@ -267,38 +243,9 @@ class DataProto:
         rows = np.arange(len(self))
         return self.select_idxs(np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times))
 
-    def sample_level_repeat(self, repeat_times: Sequence[int] | np.ndarray | Tensor) -> DataProto:
-        """Row i ``repeat_times[i]`` times, next to each other."""
-        times = np.asarray(repeat_times)
-        if times.shape != (len(self),):
-            raise BatchError(f"repeat_times of shape {times.shape} for a batch of {len(self)} rows")
-        return self.select_idxs(np.repeat(np.arange(len(self)), times))
-
-    def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> DataProto:
-        """Cuts the second dimension of the columns ``split_keys`` into ``n_split`` rows; repeats the other columns."""
-        keys = list(split_keys or ())
-        columns: dict[str, Any] = {**tensors_of(self.batch), **self.non_tensor_batch}
-        for key in set(keys) & set(self.non_tensor_batch):
-            if columns[key].ndim == 1:  # a list per row
-                columns[key] = np.array(columns[key].tolist(), dtype=object)
-        if problems := [key for key in keys if key not in columns or columns[key].shape[1] % n_split]:
-            raise BatchError(f"columns {problems} are not there, or their second dimension is no multiple of {n_split}")
-        output = self.repeat(n_split)
-        for key in keys:
-            column = columns[key]
-            pieces = column.reshape(len(self) * n_split, column.shape[1] // n_split, *column.shape[2:])
-            target = output.batch if isinstance(column, Tensor) else output.non_tensor_batch
-            target[key] = pieces
-        return output
-
     def is_padding_enabled(self) -> bool:
         """Whether calls that split this batch pad it (``auto_padding``)."""
-        return bool(self.meta_info.get(AUTO_PADDING, False)) or DataProtoConfig.auto_padding
-
-    def padding(self, padding_size: int, padding_candidate: str = "") -> None:
-        """Appends ``padding_size`` copies of the first row, or of the last one (``"last"``), in place."""
-        row = len(self) - 1 if padding_candidate == "last" else 0
-        self.reorder([*range(len(self)), *[row] * padding_size])
+        return bool(self.meta_info.get(AUTO_PADDING, False))
 
     def chunk(self, chunks: int) -> list[DataProto]:
         """``chunks`` equal parts as views; ValueError when the rows do not divide, unless padding is enabled.
@@ -312,35 +259,6 @@ class DataProto:
             )
         size = -(-len(self) // chunks)
         return [self.slice(index * size, (index + 1) * size) for index in range(chunks)]
-
-    def make_iterator(
-        self,
-        mini_batch_size: int,
-        epochs: int,
-        seed: int | None = None,
-        dataloader_kwargs: dict[str, Any] | None = None,
-    ) -> Iterator[DataProto]:
-        """Mini-batches of ``mini_batch_size`` rows, ``epochs`` times over the batch, in an order drawn with ``seed``.
-
-        ``dataloader_kwargs`` go to ``torch.utils.data.DataLoader``: without ``{"shuffle": True}`` the order is that of
-        the rows. ValueError when the rows do not divide.
-        """
-        if len(self) % mini_batch_size:
-            raise BatchError(f"a batch of {len(self)} rows does not divide into mini-batches of {mini_batch_size}")
-        generator = None if seed is None else torch.Generator().manual_seed(seed)
-        settings = {"generator": generator, "collate_fn": list} | (dataloader_kwargs or {})
-        # The loader draws row numbers and not rows: each mini-batch is then one copy of its rows.
-        rows_of_all: Any = range(len(self))
-        loader: Any = torch.utils.data.DataLoader(rows_of_all, batch_size=mini_batch_size, **settings)
-
-        def mini_batches() -> Iterator[DataProto]:
-            for _ in range(epochs):
-                for rows in loader:
-                    mini_batch = self.select_idxs(rows)
-                    mini_batch.meta_info = self.meta_info
-                    yield mini_batch
-
-        return mini_batches()
 
     def split(self, split_size: int) -> list[DataProto]:
         """Parts of ``split_size`` rows as views; the last may be shorter."""
@@ -366,29 +284,12 @@ class DataProto:
         if first.batch is not None:
             tensors = [tensors_of(part.batch) for part in parts]
             columns = {key: torch.cat([columns[key] for columns in tensors]) for key in tensors[0]}
-            rows = sum(len(part) for part in parts)
-            batch = TensorDict(columns, batch_size=[rows, *first.batch.batch_size[1:]])
+            batch = TensorDict(columns, batch_size=[sum(map(len, parts))])
         arrays = {key: np.concatenate([part.non_tensor_batch[key] for part in parts]) for key in first.non_tensor_batch}
         refs = [part.row_refs for part in parts if part.row_refs is not None]
         return DataProto(batch, arrays, meta_info, row_refs=RowRefs.concat(refs) if refs else None)
 
     # Leaving the process
-
-    def to_tensordict(self) -> TensorDict:
-        """One TensorDict: tensors, one object per row, and the settings as values of the whole batch."""
-        columns: dict[str, Any] = dict(tensors_of(self.batch))
-        columns |= {key: array.tolist() for key, array in self.non_tensor_batch.items()}
-        return get_tensordict(columns, self.meta_info)
-
-    def get_data_info(self) -> str:
-        """A line per column: its shape, dtype and device, or the type of its objects."""
-        return describe(tensors_of(self.batch), self.non_tensor_batch, self.meta_info)
-
-    def print_size(self, prefix: str = "") -> None:
-        """Prints the bytes of the tensors and of the arrays, in GiB."""
-        tensors = sum(tensor.nbytes for tensor in tensors_of(self.batch).values()) / 1024**3
-        arrays = sum(array.nbytes for array in self.non_tensor_batch.values()) / 1024**3
-        print(f"{prefix}{', ' if prefix else ''}tensors: {tensors} GB, non-tensors: {arrays} GB")
 
     def __getstate__(self) -> dict[str, Any]:
         # A view pickles its whole storage; raw bytes of the rows also let Ray keep them out of band.
@@ -407,21 +308,6 @@ class DataProto:
         self.non_tensor_batch = {key: array if array.flags.writeable else array.copy() for key, array in arrays.items()}
         self.meta_info, self.row_refs = state["meta_info"], state["row_refs"]
 
-    def save_to_disk(self, filepath: str) -> None:
-        """Writes the batch atomically, in a form that ``torch.load(weights_only=True)`` reads.
-
-        Raises:
-            ValueError: an object is no tensor, array, number, string, None, or list/tuple/dict of these; or columns of
-                the batch are remote.
-        """
-        if self.row_refs is not None:
-            raise BatchError(f"columns {sorted(self.row_refs.columns)} are on workers; fetch them first")
-        write_content(tensors_of(self.batch), self.non_tensor_batch, self.meta_info, filepath)
-
-    @staticmethod
-    def load_from_disk(filepath: str) -> DataProto:
-        return DataProto.from_dict(*read_content(filepath))
-
     def _columns(self) -> list[str]:
         remote = [] if self.row_refs is None else [f"remote {name}" for name in self.row_refs.columns]
         return sorted(tensors_of(self.batch)) + sorted(self.non_tensor_batch) + sorted(remote)
@@ -433,8 +319,7 @@ class DataProto:
         tensors = {key: of_tensor(tensor) for key, tensor in tensors_of(self.batch).items()}
         arrays = {key: array[rows] for key, array in self.non_tensor_batch.items()}
         refs = None if self.row_refs is None else self.row_refs.rows(rows)
-        dims = 1 if self.batch is None else self.batch.ndim
-        return DataProto.from_dict(tensors, arrays, self.meta_info, dims, row_refs=refs)
+        return DataProto.from_dict(tensors, arrays, self.meta_info, row_refs=refs)
 
     def _require_keys(self, batch_keys: list[str], array_keys: list[str], meta_keys: list[str]) -> None:
         named = (

@@ -8,7 +8,6 @@ from verl.data_proto import DataProto, DataProtoItem
 from verl.protocol_storage import (
     AUTO_PADDING,
     BY_RANK,
-    DataProtoConfig,
     list_of_dict_to_dict_of_list,
 )
 from verl.utils.errors import BatchError
@@ -18,7 +17,6 @@ __all__ = [
     "BY_RANK",
     "BatchError",
     "DataProto",
-    "DataProtoConfig",
     "DataProtoItem",
     "list_of_dict_to_dict_of_list",
     "pad_dataproto_to_divisor",

@@ -1,11 +1,9 @@
-"""Columns of a batch: merged with those of another one, as bytes for pickling, and as plain types for files."""
+"""Columns of a batch: merged with those of another one, and as bytes for pickling."""
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +11,6 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from hf_formats.files import write_atomically
 from verl.utils.errors import BatchError
 
 # What workers report about a call, as opposed to what the batch is: parts may differ in it.
@@ -22,23 +19,6 @@ BY_RANK = "by_rank"  # rank -> figure -> value; those of all parts are merged
 
 
 AUTO_PADDING = "_verl_auto_padding"  # meta_info: calls that split the batch pad it (upstream's key)
-
-
-class _ProcessSettings(type):
-    _auto_padding = False
-
-    @property
-    def auto_padding(cls) -> bool:
-        """Whether calls that split a batch pad it, for all batches of this process; VERL_AUTO_PADDING=TRUE sets it."""
-        return cls._auto_padding or os.environ.get("VERL_AUTO_PADDING", "").upper() in ("TRUE", "1")
-
-    @auto_padding.setter
-    def auto_padding(cls, enabled: bool) -> None:
-        cls._auto_padding = enabled
-
-
-class DataProtoConfig(metaclass=_ProcessSettings):
-    """Settings of all batches of this process: ``DataProtoConfig.auto_padding = True``."""
 
 
 def list_of_dict_to_dict_of_list(list_of_dict: list[dict]) -> dict[Any, list]:
@@ -132,83 +112,13 @@ def _equal(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
-def pack_tensor(tensor: Tensor) -> tuple[Any, tuple[int, ...], Any]:
-    """(dtype, shape, raw bytes) of a tensor, on the CPU and without the rest of a storage it is a view of.
-
-    A ragged (nested) one is (layout, number of rows, the rows, each packed).
-    """
-    if tensor.is_nested:
-        rows = [pack_tensor(row) for row in tensor.unbind()]
-        return tensor.layout, (len(rows),), rows
+def pack_tensor(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...], np.ndarray]:
+    """(dtype, shape, raw bytes) of a tensor, on the CPU and without the rest of a storage it is a view of."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return tensor.dtype, tuple(tensor.shape), flat.view(torch.uint8).numpy()
 
 
-def unpack_tensor(dtype: Any, shape: tuple[int, ...], raw: Any) -> Tensor:
+def unpack_tensor(dtype: torch.dtype, shape: tuple[int, ...], raw: Any) -> Tensor:
     """The inverse of ``pack_tensor``; the tensor owns its memory."""
-    if isinstance(dtype, torch.layout):
-        return torch.nested.as_nested_tensor([unpack_tensor(*row) for row in raw], layout=dtype)
     # Ray hands out read-only memory of its store: a tensor over it would crash on the first in-place op.
     return torch.frombuffer(bytearray(raw), dtype=dtype).reshape(shape) if raw.size else torch.empty(shape, dtype=dtype)
-
-
-def to_plain(value: Any, key: str) -> Any:
-    """``value`` in types ``torch.load(weights_only=True)`` accepts; ValueError names ``key`` when there are none."""
-    if isinstance(value, np.generic):  # before float: np.float64 is one
-        return value.item()
-    if value is None or isinstance(value, bool | int | float | str | Tensor):
-        return value
-    if isinstance(value, np.ndarray):
-        rows = [to_plain(row, key) for row in value.flat]
-        return {"__ndarray__": rows, "dtype": value.dtype.str, "shape": list(value.shape)}
-    if isinstance(value, list | tuple):
-        return type(value)(to_plain(element, key) for element in value)
-    if isinstance(value, dict):
-        return {name: to_plain(element, key) for name, element in value.items()}
-    raise ValueError(f"{key!r} holds a {type(value).__name__}, which cannot be written to disk; drop it first")
-
-
-def from_plain(value: Any) -> Any:
-    if isinstance(value, dict) and "__ndarray__" in value:
-        rows = as_rows([from_plain(row) for row in value["__ndarray__"]])
-        return rows.astype(np.dtype(value["dtype"])).reshape(value["shape"])
-    if isinstance(value, list | tuple):
-        return type(value)(from_plain(element) for element in value)
-    if isinstance(value, dict):
-        return {name: from_plain(element) for name, element in value.items()}
-    return value
-
-
-def write_content(
-    tensors: dict[str, Tensor], arrays: dict[str, np.ndarray], settings: dict[str, Any], filepath: str
-) -> None:
-    """Writes a batch atomically, in a form that ``torch.load(weights_only=True)`` reads."""
-    content = {
-        "batch": {key: tensor.clone() for key, tensor in tensors.items()},
-        "non_tensor_batch": {key: to_plain(array, key) for key, array in arrays.items()},
-        "meta_info": {key: to_plain(value, key) for key, value in settings.items()},
-    }
-    write_atomically(Path(filepath), lambda temporary: _save(content, temporary))
-
-
-def _save(content: dict[str, Any], path: Path) -> None:
-    with path.open("wb") as file:  # given a path, torch writes its name into the file
-        torch.save(content, file)
-
-
-def read_content(filepath: str) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
-    """The inverse of ``write_content``: tensors on the CPU, arrays and settings."""
-    content = torch.load(filepath, map_location="cpu", weights_only=True)
-    arrays = {key: from_plain(value) for key, value in content["non_tensor_batch"].items()}
-    return content["batch"], arrays, {key: from_plain(value) for key, value in content["meta_info"].items()}
-
-
-def describe(tensors: dict[str, Tensor], arrays: dict[str, np.ndarray], settings: dict[str, Any]) -> str:
-    """A line per column: its shape, dtype and device, or the type of a setting."""
-    lines = ["batch"] if tensors else []
-    lines += [f"  {key}: {tuple(tensor.shape)} ({tensor.dtype}) {tensor.device}" for key, tensor in tensors.items()]
-    lines += ["non_tensor_batch"] if arrays else []
-    lines += [f"  {key}: ndarray{array.shape} ({array.dtype})" for key, array in arrays.items()]
-    lines += ["meta_info"] if settings else []
-    lines += [f"  {key}: {type(value).__name__}" for key, value in settings.items()]
-    return "\n".join(lines)

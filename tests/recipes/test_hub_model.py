@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from hf_formats.stamps import write_stamp
 from recipes.common.recipe import ROOT, load_recipe
 from recipes.common.tiny_models import QWEN3
 from tests.tools.test_download import hub
@@ -83,7 +84,8 @@ def test_a_hub_without_its_package_is_refused_before_the_fetch(tmp_path: Path, m
 def test_what_is_complete_is_not_fetched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = tmp_path / "hub" / "Qwen--Qwen3-0.6B"
     directory.mkdir(parents=True)
-    (directory / ".complete").touch()
+    (directory / "model.safetensors").write_bytes(b"weights")
+    write_stamp(directory, {"model": NAME})
     assert fetch_model(NAME, "huggingface", tmp_path, with_weights=True) == directory
     monkeypatch.chdir(tmp_path)
     assert hub_name({"MODEL_PATH": NAME}) == NAME

@@ -9,7 +9,8 @@ from tests.megatron.model_helpers import one_process_groups
 from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn, kl_penalty, token_loss_weights
 from verl.utils.megatron.packed_batch import PackedMicroBatch, pack_micro_batch
 from verl.workers.actor.loss_inputs import LossInputs
-from verl.workers.actor.policy_loss import PolicyLoss, UpdateMetrics
+from verl.workers.actor.policy_loss import PolicyLoss
+from verl.workers.actor.update_metrics import UpdateMetrics
 from verl.workers.config import ActorConfig
 from verl.workers.config.actor import LOSS_AGG_MODES
 
@@ -86,7 +87,8 @@ def test_on_policy_the_ratio_is_one_and_the_gradient_is_the_policy_gradient() ->
     log_probs_S = tensors["log_probs"][at].requires_grad_()
     _, report = PolicyLoss(ActorConfig(), inputs)(log_probs_S, tensors["entropy"][at], micro)
     loss, _ = PolicyLoss(
-        ActorConfig(), LossInputs(inputs.weights, inputs.advantages, None, None, None, inputs.response_lengths)
+        ActorConfig(),
+        LossInputs(weights=inputs.weights, advantages=inputs.advantages, response_lengths=inputs.response_lengths),
     )(log_probs_S, tensors["entropy"][at], micro)
     loss.backward()
     assert log_probs_S.grad is not None

@@ -11,8 +11,9 @@ import torch
 from tests.profiles import event_names
 from verl.trainer.config import compose_config, load_config, resolve_config, validate_config
 from verl.trainer.ppo.step_profiles import StepProfiles
-from verl.utils.profiler import DistProfiler, ProfilerConfig
+from verl.utils.profiler import DistProfiler
 from verl.workers.config import GlobalProfilerConfig
+from verl.workers.config.profiler import ProfilerConfig
 
 ENABLED = "actor_rollout_ref.actor.profiler.enable=True"
 RUNNABLE = ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1", "trainer.n_gpus_per_node=1")

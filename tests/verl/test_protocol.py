@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -153,8 +152,6 @@ def test_references_to_remote_columns_follow_their_rows() -> None:
         DataProto.from_dict({"x": torch.zeros(4)}, row_refs=RowRefs({"input_ids": places[:3]}))
     with pytest.raises(ValueError, match="part 1"):
         DataProto.concat([data, make_batch()])
-    with pytest.raises(ValueError, match="are on workers; fetch them"):
-        data.save_to_disk("unwritten")
 
 
 def test_reorder() -> None:
@@ -180,17 +177,3 @@ def test_pickle_carries_only_its_rows_and_is_writable() -> None:
     part.batch["x"].add_(1)
     assert len(pickle.loads(pickle.dumps(data[[]]))) == 0
     assert pickle.loads(pickle.dumps(DataProto(meta_info={"a": 1}))).meta_info == {"a": 1}
-
-
-def test_disk_round_trip(tmp_path: Path) -> None:
-    data = make_batch()
-    data.non_tensor_batch["extra"] = np.array([{"a": np.array([1, 2])}, None, 1.5, "s"], dtype=object)
-    data.non_tensor_batch["scores"] = np.arange(4, dtype=np.float32)
-    path = str(tmp_path / "batch.pt")
-    data.save_to_disk(path)
-    back = DataProto.load_from_disk(path)
-    assert len(data.union(back)) == 4  # union refuses any difference
-    assert back.non_tensor_batch["scores"].dtype == np.float32 and [p.name for p in tmp_path.iterdir()] == ["batch.pt"]
-    data.non_tensor_batch["bad"] = np.array([object()] * 4, dtype=object)
-    with pytest.raises(ValueError, match="'bad' holds a object"):
-        data.save_to_disk(path)

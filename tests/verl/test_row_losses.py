@@ -17,7 +17,8 @@ from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
 from verl.trainer.ppo.policy_losses import LOSSES
 from verl.utils.megatron.packed_batch import pack_micro_batch
 from verl.workers.actor.loss_inputs import LossInputs
-from verl.workers.actor.policy_loss import PolicyLoss, UpdateMetrics
+from verl.workers.actor.policy_loss import PolicyLoss
+from verl.workers.actor.update_metrics import UpdateMetrics
 from verl.workers.config import ActorConfig
 from verl.workers.config.actor import LOSS_AGG_MODES, PolicyLossConfig
 

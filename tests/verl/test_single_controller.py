@@ -19,15 +19,8 @@ from hf_formats.cores import usable_cores
 from tests.ray_workers import ray_with_forked_workers
 from verl.protocol import DataProto
 from verl.single_controller.base import Worker, WorkerDiedError, WorkerError, WorkerTimeoutError, get_together
-from verl.single_controller.base.decorator import (
-    Dispatch,
-    Execute,
-    dispatch_dp_compute,
-    make_nd_compute_dataproto_dispatch_fn,
-    register,
-)
+from verl.single_controller.base.decorator import Dispatch, Execute, make_nd_compute_dataproto_dispatch_fn, register
 from verl.single_controller.base.mesh import Mesh
-from verl.single_controller.base.worker_group import WorkerGroup
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.single_controller.ray.resources import Slot, actor_resources, rank_environment
 
@@ -296,13 +289,6 @@ def test_ranks_share_the_cores_of_their_node(device: str, monkeypatch: pytest.Mo
     threads = [rank_environment(slot, device, num_on_node, {})["OMP_NUM_THREADS"] for num_on_node in (1, 2, 16)]
     assert threads == [str(usable_cores()), "1", "1"]
     assert rank_environment(slot, device, 16, {"OMP_NUM_THREADS": "3"})["OMP_NUM_THREADS"] == "3"
-
-
-def test_dp_compute_wants_one_entry_per_rank() -> None:
-    group = WorkerGroup("g", worker_class(), world_size=2)
-    assert dispatch_dp_compute(group, [1, 2], key=(3, 4)) == (([1, 2],), {"key": [3, 4]})
-    with pytest.raises(ValueError, match="argument 0 must be a list of 2"):
-        dispatch_dp_compute(group, [1])
 
 
 def test_a_mesh_has_one_collecting_rank_per_part() -> None:

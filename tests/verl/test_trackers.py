@@ -18,9 +18,8 @@ from typing import Any, ClassVar
 import pytest
 
 from verl.trainer.config import load_config
-from verl.utils import tracking
 from verl.utils.trackers import TRACKERS, Tracker, missing_packages
-from verl.utils.tracking import Tracking, ValidationGenerationsLogger
+from verl.utils.tracking import Tracking
 
 CONFIG = {"trainer": {"nnodes": 2}, "data": {"train_files": ["a.parquet"]}}
 SAMPLES = [("1 + 1 =", "<b>2</b> ✓", 1.0), ("1 + 2 =", "4", 0.0)]
@@ -96,9 +95,9 @@ def test_a_tracker_that_fails_ends_nothing(
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
 
 
-def test_a_tracker_that_does_not_start_is_named(recorder: type[Recorder]) -> None:
+def test_a_tracker_that_does_not_start_is_named(tmp_path: Path, recorder: type[Recorder]) -> None:
     with pytest.raises(ValueError, match="trainer.logger: wandb cannot start: PermissionError: log in first"):
-        Tracking("secret", "e", "wandb")
+        Tracking("secret", "e", "wandb", directory=str(tmp_path))
 
 
 def test_names_are_checked_and_packages_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +106,7 @@ def test_names_are_checked_and_packages_that_are_missing_are_named(monkeypatch: 
         "trainer.logger names wandb, but its package is not installed here: pip install no_such_package"
     ]
     with pytest.raises(ValueError, match="logger 'vemlp_wandb' is not known; expected wandb, mlflow"):
-        Tracking("a", "b", "vemlp_wandb")
+        Tracking("a", "b", "vemlp_wandb", directory=".")
 
 
 @pytest.mark.parametrize(
@@ -123,22 +122,18 @@ def test_a_name_and_lists_in_every_quoting(given: str, names: list[str]) -> None
     assert load_config([f"trainer.logger={given}"]).trainer.logger == names
 
 
-def test_as_upstreams_users_call_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(tmp_path))
-    monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path / "board"))
-    ours = Tracking(project_name="p", experiment_name="e", default_backend=["file", "tensorboard"], config=CONFIG)
-    ours.log(data={"a": 1.0}, step=3)
-    ours.log({"b": 2.0}, 4, backend=["tensorboard"])
+def test_tensorboard_shows_metrics_and_samples_as_they_are(tmp_path: Path) -> None:
+    ours = _tracking(tmp_path, "tensorboard")
+    ours.log_generations(SAMPLES, 1)
+    ours.log(METRICS, 1)
     ours.finish()
-    assert (tmp_path / "p" / "e.jsonl").read_text() == '{"step": 3, "data": {"a": 1.0}}\n'
-    assert list((tmp_path / "board").iterdir()) and not list(tmp_path.rglob("metrics.jsonl"))
-    ValidationGenerationsLogger(project_name="p", experiment_name="e").log(["console", "tensorboard"], SAMPLES, 1)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    shown = EventAccumulator(str(tmp_path / "board"))
+    shown = EventAccumulator(str(tmp_path / "tensorboard"))
     shown.Reload()
     [event] = shown.Tensors("val/generations/text_summary")
     assert "    1 + 1 =\n\n---\n\n    <b>2</b> ✓" in event.tensor_proto.string_val[0].decode() and event.step == 1
+    assert [(scalar.step, scalar.value) for scalar in shown.Scalars("critic/score/mean")] == [(1, 0.25)]
 
 
 @installed("wandb")
@@ -280,7 +275,6 @@ def _bytes_below(folder: Path) -> bytes:
     return b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
 
 
-def test_the_list_of_names_is_the_configs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_list_of_names_is_the_configs() -> None:
     names: Sequence[str] = Tracking.supported_backend
     assert load_config([f"trainer.logger=[{','.join(names)}]"]).trainer.problems("trainer") == []
-    assert tracking.__all__ == sorted(tracking.__all__)

@@ -15,6 +15,7 @@ from tests.parallel.launcher import run_ranks
 from tests.verl.updates import Update, Updated, make_actor, move_gates, some_choices, some_rows, updates
 from verl.protocol import DataProto
 from verl.trainer.config import RolloutCorrectionSection
+from verl.workers.actor.routing import TracedRouting
 from verl.workers.config import RouterReplayConfig
 from verl.workers.config.actor import PolicyLossConfig
 
@@ -254,8 +255,8 @@ def _updates_by_choices() -> list[tuple[torch.Tensor, dict[str, float]]]:
         if way == "rollout's choices":
             data.batch["routed_experts"] = choices if len(found) == 1 else some_choices(data, hf)
         log_probs = actor.compute_log_prob(data)
-        if actor._routing is not None:
-            choices = actor._routing.choices_BLMK.clone()
+        if isinstance(actor.routing, TracedRouting) and actor.routing.rows is not None:
+            choices = actor.routing.rows.choices_BLMK.clone()
             choices[torch.arange(16), _last_columns(data)] = 255  # no expert: must not be read
         move_gates(ddp.module, 0.2)
         found.append((log_probs, actor.update_policy(data)))

@@ -1,4 +1,4 @@
-"""The single controller in a user's hands, under upstream's names: dispatch by hand, workers on a real Ray."""
+"""The single controller in a user's hands, under upstream's names: workers on a real Ray."""
 
 from __future__ import annotations
 
@@ -14,33 +14,13 @@ import torch
 from tests.ray_workers import ray_with_forked_workers
 from verl import DataProto
 from verl.single_controller import Worker
-from verl.single_controller.base.decorator import (
-    Dispatch,
-    Execute,
-    dispatch_dp_compute,
-    dispatch_one_to_all,
-    register,
-)
+from verl.single_controller.base.decorator import Dispatch, Execute, register
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-
-
-class Ranks:
-    """All that the dispatch functions ask of a group."""
-
-    world_size = 4
-
-
-def test_the_same_arguments_reach_all_ranks() -> None:
-    assert dispatch_one_to_all(Ranks(), 7, key="k") == (([7] * 4,), {"key": ["k"] * 4})
 
 
 def test_what_is_no_mode_is_refused() -> None:
     with pytest.raises(AssertionError, match="expected one of"):
         register(dispatch_mode="ONE_TO_ALL")  # type: ignore[arg-type]
-    with pytest.raises(AssertionError, match=r"needs \['collect_fn'\]"):
-        register(dispatch_mode={"dispatch_fn": dispatch_one_to_all})
-    with pytest.raises(AssertionError, match="must be a list of 4 entries"):
-        dispatch_dp_compute(Ranks(), [1, 2])
 
 
 def worker_class() -> type[Worker]:
@@ -56,26 +36,13 @@ def worker_class() -> type[Worker]:
             data.batch["x"] += self.offset + 100 * self.rank
             return data
 
-        @register(dispatch_mode=Dispatch.RANK_ZERO)
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
         def first(self, number: int) -> int:
             return number + self.rank
-
-        @register(
-            dispatch_mode={
-                "dispatch_fn": lambda group, values: ((values[::-1],), {}),
-                "collect_fn": lambda group, output: sum(output),
-            }
-        )
-        def weigh(self, value: int) -> int:
-            return value * (self.rank + 1)
 
         @register()
         def with_rank(self, number: float) -> float:
             return number + self.rank
-
-        @register()
-        async def doubled(self, number: int) -> int:
-            return 2 * number
 
         @register(execute_mode=Execute.RANK_ZERO)
         def length(self, numbers: list[int]) -> int:
@@ -102,15 +69,9 @@ def test_a_users_workers(local_ray: None) -> None:
         assert group.add(numbers(4)).batch["x"].tolist() == [10, 11, 112, 113]
         padded = group.add(numbers(3, auto_padding=True))
         assert padded.batch["x"].tolist() == [10, 11, 112]  # the fourth row was padding
-        assert group.first(5) == 5 and group.weigh([1, 2]) == 2 * 1 + 1 * 2
+        assert group.first(5) == 5
         assert group.with_rank(0.5) == [0.5, 1.5] and group.with_rank([1, 2]) == [1, 3]  # one for all, or one each
-        assert group.doubled(3) == [6, 6] and group.length([7, 7]) == 2
-
-        def scaled(worker: Any, data: DataProto) -> DataProto:
-            data.batch["x"] *= worker.offset
-            return data
-
-        assert group.execute_with_func_generator(scaled, numbers(2)).batch["x"].tolist() == [0, 10]
+        assert group.length([7, 7]) == 2
 
 
 def test_the_workers_of_the_page_run(local_ray: None) -> None:

@@ -42,7 +42,7 @@ CASES: dict[str, tuple[type[Exception], Callable[[], Any]]] = {
     "more parts than rows": (AssertionError, lambda: get_seqlen_balanced_partitions([1, 2], 3, False)),
     "unequal parts": (AssertionError, lambda: get_seqlen_balanced_partitions([1, 2, 3], 2, True)),
     "a source without a function": (NotImplementedError, lambda: default_compute_score("absent", "1", "1")),
-    "a tracker": (AssertionError, lambda: Tracking("project", "experiment", ["absent"])),
+    "a tracker": (AssertionError, lambda: Tracking("project", "experiment", ["absent"], directory=".")),
     "a file": (ValueError, lambda: load_extern_type("/absent.py", "name")),
     "a module": (ValueError, lambda: load_extern_type("pkg://absent_package", "name")),
     "a name of a module": (ValueError, lambda: load_extern_type("pkg://json", "absent")),

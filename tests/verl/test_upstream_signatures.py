@@ -26,14 +26,10 @@ NAMES: dict[str, tuple[str, ...]] = {
         *("compute_rloo_vectorized_outcome_advantage", "get_kl_controller", "get_policy_loss_fn", "kl_penalty"),
         *("kl_penalty_forward", "register_adv_est", "register_policy_loss"),
     ),
-    "verl.trainer.ppo.metric_utils": (
-        *("compute_data_metrics", "compute_throughout_metrics", "compute_timing_metrics"),
-    ),
     "verl.utils.torch_functional": (
-        *("clip_by_value", "get_response_mask", "masked_mean", "masked_sum", "masked_var", "masked_whiten"),
-        *("pad_2d_list_to_length", "pad_sequence_to_length", "postprocess_data", "tokenize_and_postprocess_data"),
+        *("masked_mean", "masked_sum", "masked_var", "masked_whiten", "pad_sequence_to_length", "postprocess_data"),
     ),
-    "verl.utils.tokenizer": (),
+    "verl.utils.tokenizer": ("hf_tokenizer", "set_pad_token_id"),
     "verl.utils.model": ("compute_position_id_with_mask",),
     "verl.utils.import_utils": ("import_external_libs", "load_extern_type"),
     "verl.utils.dataset.rl_dataset": (),

@@ -23,15 +23,7 @@ def test_masked_statistics() -> None:
         verl_F.masked_var(values, torch.tensor([[1.0, 0.0], [0.0, 0.0]]))
 
 
-def test_response_masks_end_with_the_first_end_token() -> None:
-    ids = torch.tensor([[5, 1, 7, 1], [5, 6, 7, 8], [2, 5, 5, 5]])
-    assert verl_F.get_response_mask(ids, 1).tolist() == [[1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]]
-    found = verl_F.get_response_mask(ids, [1, 2], dtype=torch.bool)
-    assert found.dtype == torch.bool and found.sum(-1).tolist() == [2, 4, 1]
-
-
 def test_padding_and_truncation() -> None:
-    assert verl_F.pad_2d_list_to_length([[1, 2], [3]], 0, 4).tolist() == [[1, 2, 0, 0], [3, 0, 0, 0]]
     ids, mask = torch.tensor([[1, 2, 3, 4, 5]]), torch.ones(1, 5, dtype=torch.long)
     found = verl_F.postprocess_data(ids, mask, 7, 9)
     assert [part.tolist() for part in found] == [[[9, 9, 1, 2, 3, 4, 5]], [[0, 0, 1, 1, 1, 1, 1]]]

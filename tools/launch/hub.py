@@ -6,11 +6,11 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from hf_formats.stamps import is_made_from, write_stamp
 from tools.download import DESCRIPTION, Request, download, missing_package
 from tools.download_sources import Source
 
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # owner and model, of which neither begins with a dot
-_COMPLETE = ".complete"
 
 
 def hub_name(environment: Mapping[str, str]) -> str | None:
@@ -27,7 +27,7 @@ def fetch_model(name: str, hub: str, output_dir: Path, with_weights: bool) -> Pa
     if advice := missing_package(hub):
         raise ValueError(f"MODEL_SOURCE={hub} {advice}")
     directory = output_dir / "hub" / name.replace("/", "--")
-    if (directory / _COMPLETE).is_file():
+    if is_made_from(directory, {"model": name}):
         return directory
     source = Source("a model", name, use="", modelscope=name, is_dataset=False)
     patterns = (*DESCRIPTION, "*.safetensors") if with_weights else DESCRIPTION
@@ -40,5 +40,5 @@ def fetch_model(name: str, hub: str, output_dir: Path, with_weights: bool) -> Pa
             "a directory, or fetch it where there is a network"
         ) from error
     if with_weights:
-        (directory / _COMPLETE).touch()
+        write_stamp(directory, {"model": name}, [path for path in directory.iterdir() if path.is_file()])
     return directory

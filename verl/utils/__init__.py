@@ -8,7 +8,6 @@ from typing import Any
 _FROM = {
     "as_torch_index": "groupwise",
     "group_mean_std": "groupwise",
-    "hf_processor": "tokenizer",
     "hf_tokenizer": "tokenizer",
 }
 

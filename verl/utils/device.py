@@ -6,7 +6,6 @@ import importlib.util
 import os
 from collections.abc import Mapping
 from types import ModuleType
-from typing import Any
 
 import torch
 
@@ -58,30 +57,6 @@ def device_module(device: str) -> ModuleType | None:
             "it (requirements/npu.txt) and leave TORCH_DEVICE_BACKEND_AUTOLOAD unset: torch loads the plug-in itself"
         )
     return module
-
-
-def __getattr__(name: str) -> Any:
-    """``is_cuda_available`` and ``is_npu_available`` (upstream's constants): looked up when they are asked for."""
-    if name == "is_cuda_available":
-        return torch.cuda.is_available()
-    if name == "is_npu_available":
-        return get_device_name() == "npu"
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def get_device_name() -> str:
-    """``npu``, ``cuda`` or ``cpu``: the device that this machine has."""
-    return resolve_device("auto")
-
-
-def get_torch_device() -> Any:
-    """``torch.npu``, ``torch.cuda`` or ``torch.cpu``, of the device that this machine has."""
-    return getattr(torch, get_device_name())
-
-
-def get_device_id() -> int:
-    """The index of this process's device; 0 on a CPU."""
-    return 0 if get_device_name() == "cpu" else int(get_torch_device().current_device())
 
 
 def ops_providers(trainer: TrainerConfig, device: str) -> tuple[str, str]:

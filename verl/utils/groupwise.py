@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["as_torch_index", "group_mean_std"]
+from verl.protocol_storage import as_rows
 
 
 def as_torch_index(index: Any, device: torch.device | str | None = None) -> Tensor:
@@ -20,7 +20,7 @@ def as_torch_index(index: Any, device: torch.device | str | None = None) -> Tens
     if isinstance(index, Tensor):
         device = index.device if device is None else device
         index = index.detach().cpu().numpy()
-    values = np.asarray(index) if not isinstance(index, list | tuple) else _objects(index)
+    values = as_rows(index) if isinstance(index, list | tuple) else np.asarray(index)
     if values.ndim != 1:
         raise ValueError(f"index of shape {values.shape}, expected one group per row: [B]")
     numbers: dict[Any, int] = {}
@@ -48,13 +48,6 @@ def group_mean_std(
     std = (squares / (count - 1).clamp(min=1)).clamp(min=eps).sqrt()
     is_single = count <= 1
     return mean.masked_fill(is_single, 0.0), std.masked_fill(is_single, 1.0), count
-
-
-def _objects(values: Any) -> np.ndarray:
-    array = np.empty(len(values), dtype=object)
-    for row, value in enumerate(values):
-        array[row] = value
-    return array
 
 
 def _group_key(value: Any) -> Any:

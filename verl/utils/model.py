@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-_SCALES = {"B": 1e9, "M": 1e6, "K": 1e3, "": 1.0}
-
 
 def compute_position_id_with_mask(mask: Tensor) -> Tensor:
     """Positions [B, S] that count the tokens of ``mask``, 0 on padding at the left."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_formats.tokenizer import load_tokenizer
@@ -14,10 +13,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
-__all__ = ["hf_processor", "hf_tokenizer", "set_pad_token_id", "texts_to_grade"]
 
 _THOUGHT_TAGS = {"<think>", "</think>"}
-_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
 def set_pad_token_id(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -68,17 +65,3 @@ def texts_to_grade(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[i
         rows = [[token for token in row if token not in hidden] for row in rows]
     decoded = tokenizer.batch_decode(rows, skip_special_tokens=not has_tags, clean_up_tokenization_spaces=False)
     return [str(text) for text in decoded]
-
-
-def hf_processor(name_or_path: str, **kwargs: Any) -> None:
-    """None: a text model has no processor, and others are not trained here.
-
-    Raises:
-        ValueError: the directory has a processor of images, videos or sounds.
-    """
-    found = [name for name in _PROCESSOR_FILES if (Path(name_or_path).expanduser() / name).is_file()]
-    if found:
-        raise ValueError(
-            f"{name_or_path} has {' and '.join(found)}: a model of images, videos or sounds; only models of text are "
-            "trained here"
-        )

@@ -2,35 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 
 from verl.utils.errors import BatchError, UnknownNameError
 from verl.utils.masks import finite_outside, selected
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-__all__ = [
-    "clip_by_value",
-    "get_response_mask",
-    "masked_mean",
-    "masked_sum",
-    "masked_var",
-    "masked_whiten",
-    "pad_2d_list_to_length",
-    "pad_sequence_to_length",
-    "postprocess_data",
-    "tokenize_and_postprocess_data",
-]
-
-
-def clip_by_value(x: Tensor, tensor_min: Tensor, tensor_max: Tensor) -> Tensor:
-    """``x`` within bounds that are tensors."""
-    return torch.minimum(torch.maximum(x, tensor_min), tensor_max)
 
 
 def masked_sum(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
@@ -66,21 +42,6 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
     mean = masked_mean(values, mask)
     whitened = (values - mean) * torch.rsqrt(masked_var(values, mask) + 1e-8)
     return whitened if shift_mean else whitened + mean
-
-
-def get_response_mask(response_id: Tensor, eos_token: int | list[int] = 2, dtype: torch.dtype = torch.int64) -> Tensor:
-    """1 up to the first end token of each row, that token included, then 0; [B, R]."""
-    ends = torch.tensor([eos_token] if isinstance(eos_token, int) else eos_token, device=response_id.device)
-    is_end = torch.isin(response_id, ends).long()
-    return (is_end.cumsum(1) - is_end == 0).to(dtype)
-
-
-def pad_2d_list_to_length(
-    response: Sequence[Sequence[int]], pad_token_id: int, max_length: int | None = None
-) -> Tensor:
-    """Lists of ids as a tensor, filled up on the right to the longest or to ``max_length``, whichever is more."""
-    width = max(max((len(row) for row in response), default=0), max_length or 0)
-    return torch.tensor([[*row, *[pad_token_id] * (width - len(row))] for row in response])
 
 
 def pad_sequence_to_length(tensors: Tensor, max_seq_len: int, pad_token_id: int, left_pad: bool = False) -> Tensor:
@@ -126,16 +87,3 @@ def postprocess_data(
         )
     columns = cut[truncation].to(input_ids.device)
     return input_ids[..., columns], attention_mask[..., columns]
-
-
-def tokenize_and_postprocess_data(
-    prompt: str,
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int,
-    pad_token_id: int,
-    left_pad: bool = True,
-    truncation: str = "error",
-) -> tuple[Tensor, Tensor]:
-    """(ids, mask) [1, max_length] of a text, without special tokens; see ``postprocess_data``."""
-    found = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
-    return postprocess_data(found["input_ids"], found["attention_mask"], max_length, pad_token_id, left_pad, truncation)

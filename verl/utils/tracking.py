@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from hf_formats.files import write_bytes
 from verl.utils.errors import BatchError
-from verl.utils.logger.aggregate_logger import concat_dict_to_str
 from verl.utils.metrics_file import MetricsFile, console_line
-from verl.utils.trackers import TRACKERS, clearml_run, mlflow_run, swanlab_run, trackio_run, wandb_run
-from verl.utils.trackers.clearml_run import ClearMLLogger
-
-__all__ = ["ClearMLLogger", "FileLogger", "Tracking", "ValidationGenerationsLogger"]
+from verl.utils.trackers import TRACKERS
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +25,7 @@ class Tracking:
         default_backend: name or names out of ``supported_backend``.
         config: of the whole run; the trackers show it.
         directory: the folder of a run. It gets ``metrics.jsonl``, whatever the backends, ``tensorboard/``, and
-            ``trackers.json`` with the trackers' runs, which a resumed run continues. Without it ``file`` and
-            ``tensorboard`` write where their variables say (``FileLogger``, TENSORBOARD_DIR).
+            ``trackers.json`` with the trackers' runs, which a resumed run continues.
         first_step: the step after the checkpoint that is resumed; metrics.jsonl and TensorBoard lose it and later ones,
             because those steps will be run again. Trackers cannot forget: they keep the first values of such steps.
 
@@ -52,7 +45,7 @@ class Tracking:
         default_backend: str | list[str] = "console",
         config: Mapping[str, Any] | None = None,
         *,
-        directory: str | None = None,
+        directory: str,
         first_step: int = 0,
     ) -> None:
         names = [default_backend] if isinstance(default_backend, str) else list(default_backend)
@@ -60,50 +53,43 @@ class Tracking:
             if name not in self.supported_backend:
                 raise BatchError(f"logger {name!r} is not known; expected {', '.join(self.supported_backend)}")
         self.logger: dict[str, Any] = {}
-        self._state_file = None if directory is None else Path(directory) / _STATE
+        self._state_file = Path(directory) / _STATE
         self._runs: dict[str, dict[str, Any]] = self._continued_runs() if first_step else {}
-        self._generations = ValidationGenerationsLogger(project_name, experiment_name)
         self._failed: set[str] = set()
         for name in names:
             if name in TRACKERS:
                 run_id = self._runs.get(name, {}).get("run_id")
                 place = {"directory": directory, "run_id": run_id}
                 try:
-                    tracker = TRACKERS[name].load()(project_name, experiment_name, config, **place)
+                    tracker = TRACKERS[name].load()(project_name, experiment_name, config or {}, **place)
                 except Exception as error:  # a process edge: a login that is missing, a server that is away
                     raise ValueError(f"trainer.logger: {name} cannot start: {type(error).__name__}: {error}") from error
                 self.logger[name] = tracker
                 self._runs.setdefault(name, {"last_step": -1})["run_id"] = tracker.run_id
             elif name == "tensorboard":
-                self.logger[name] = _TensorBoard(project_name, experiment_name, directory, first_step)
+                self.logger[name] = _TensorBoard(directory, first_step)
             elif name == "console":
-                self.logger[name] = _Console(is_run=directory is not None)
-            elif directory is None:
-                self.logger[name] = FileLogger(project_name, experiment_name)
-        if directory is not None:
-            self.logger["file"] = MetricsFile(directory, first_step)
+                self.logger[name] = _Console()
+        self.logger["file"] = MetricsFile(directory, first_step)
 
-    def log(self, data: Mapping[str, Any], step: int, backend: Sequence[str] | None = None) -> None:
-        """Writes the metrics of one step, to all backends or to those that ``backend`` names."""
+    def log(self, data: Mapping[str, Any], step: int) -> None:
+        """Writes the metrics of one step to all backends."""
         for name, writer in self.logger.items():
-            if (backend is not None and name not in backend) or not self._takes(name, step):
-                continue
-            try:
-                writer.log(data, step)
-            except Exception as error:  # a process edge: a server that is away must not end the run
-                self._report(name, error)
+            if self._takes(name, step):
+                try:
+                    writer.log(data, step)
+                except Exception as error:  # a process edge: a server that is away must not end the run
+                    self._report(name, error)
         for name in self._runs.keys() & self.logger.keys():
             self._runs[name]["last_step"] = max(step, self._runs[name]["last_step"])
         self._write_state()
 
     def log_generations(self, samples: Sequence[Sequence[Any]], step: int) -> None:
         """Shows samples of a validation, each (input, output, score), in the trackers; before the step's metrics."""
-        if "tensorboard" in self.logger:
-            self.logger["tensorboard"].log_generations(samples, step)
-        for name in TRACKERS.keys() & self.logger.keys():
-            if self._takes(name, step):
+        for name, writer in self.logger.items():
+            if name not in ("console", "file") and self._takes(name, step):
                 try:
-                    self._generations.log([name], samples, step)
+                    writer.log_generations(samples, step)
                 except Exception as error:  # as above
                     self._report(name, error)
 
@@ -129,58 +115,33 @@ class Tracking:
         self._failed.add(name)
 
     def _continued_runs(self) -> dict[str, dict[str, Any]]:
-        if self._state_file is None or not self._state_file.is_file():
+        if not self._state_file.is_file():
             return {}
         runs: dict[str, dict[str, Any]] = json.loads(self._state_file.read_text())
         return runs
 
     def _write_state(self) -> None:
-        if self._state_file is not None and self._runs:
+        if self._runs:
             write_bytes(self._state_file, json.dumps(self._runs).encode())
 
 
-class FileLogger:
-    """A line ``{"step": ..., "data": {...}}`` per step, in the file VERL_FILE_LOGGER_PATH.
-
-    Without that variable it is ``PROJECT/EXPERIMENT.jsonl`` in VERL_FILE_LOGGER_ROOT, or else in this folder.
-    """
-
-    def __init__(self, project_name: str, experiment_name: str) -> None:
-        root = Path(os.environ.get("VERL_FILE_LOGGER_ROOT") or ".")
-        path = Path(os.environ.get("VERL_FILE_LOGGER_PATH") or root / project_name / f"{experiment_name}.jsonl")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("w", encoding="utf-8")
-
-    def log(self, data: Mapping[str, Any], step: int) -> None:
-        self._file.write(json.dumps({"step": step, "data": dict(data)}) + "\n")
-        self._file.flush()
-
-    def finish(self, *, is_done: bool = True) -> None:
-        self._file.close()
-
-
 class _Console:
-    """One line a step: the figures of a run that matter most, or all that a caller without a run gives."""
-
-    def __init__(self, is_run: bool) -> None:
-        self._line = console_line if is_run else concat_dict_to_str
+    """One line a step: the figures of a run that matter most."""
 
     def log(self, data: Mapping[str, float], step: int) -> None:
-        print(self._line(data, step), flush=True)
+        print(console_line(data, step), flush=True)
 
     def finish(self, *, is_done: bool = True) -> None:
         """Nothing is open."""
 
 
 class _TensorBoard:
-    """Writes to ``directory/tensorboard``, else to TENSORBOARD_DIR or ``tensorboard_log/PROJECT/EXPERIMENT``."""
+    """Writes to ``directory/tensorboard``."""
 
-    def __init__(self, project_name: str, experiment_name: str, directory: str | None, first_step: int | None) -> None:
+    def __init__(self, directory: str, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        path = os.environ.get("TENSORBOARD_DIR") or f"tensorboard_log/{project_name}/{experiment_name}"
-        path = path if directory is None else str(Path(directory) / "tensorboard")
-        self._writer: Any = SummaryWriter(path, purge_step=first_step)
+        self._writer: Any = SummaryWriter(str(Path(directory) / "tensorboard"), purge_step=first_step)
 
     def log(self, data: Mapping[str, float], step: int) -> None:
         for name, value in data.items():
@@ -195,38 +156,3 @@ class _TensorBoard:
 
     def finish(self, *, is_done: bool = True) -> None:
         self._writer.close()
-
-
-@dataclass
-class ValidationGenerationsLogger:
-    """Shows samples of a validation in the trackers' current runs; a sample is (input, output, score)."""
-
-    project_name: str | None = None
-    experiment_name: str | None = None
-
-    def log(self, loggers: Sequence[str], samples: Sequence[Sequence[Any]], step: int) -> None:
-        """Shows ``samples`` in each of ``loggers`` that has a place for texts."""
-        for name in loggers:
-            if name in TRACKERS or name == "tensorboard":
-                getattr(self, f"log_generations_to_{name}")(samples, step)
-
-    def log_generations_to_tensorboard(self, samples: Sequence[Sequence[Any]], step: int) -> None:
-        """Where ``Tracking`` without a directory writes."""
-        board = _TensorBoard(str(self.project_name), str(self.experiment_name), None, None)
-        board.log_generations(samples, step)
-        board.finish()
-
-    def log_generations_to_wandb(self, samples: Sequence[Sequence[Any]], step: int) -> None:
-        wandb_run.log_generations(samples, step)
-
-    def log_generations_to_mlflow(self, samples: Sequence[Sequence[Any]], step: int) -> None:
-        mlflow_run.log_generations(samples, step)
-
-    def log_generations_to_swanlab(self, samples: Sequence[Sequence[Any]], step: int) -> None:
-        swanlab_run.log_generations(samples, step)
-
-    def log_generations_to_trackio(self, samples: Sequence[Sequence[Any]], step: int) -> None:
-        trackio_run.log_generations(samples, step)
-
-    def log_generations_to_clearml(self, samples: Sequence[Sequence[Any]], step: int) -> None:
-        clearml_run.log_generations(samples, step)

@@ -25,9 +25,10 @@ from tools.plan.timing.calibrate import (
     LeftOut,
     calibrated,
     compare,
+    constants_table,
+    error_table,
     fit,
     is_main,
-    tables,
     write_constants,
 )
 from tools.plan.timing.constants import TABLE, Constants
@@ -57,28 +58,24 @@ def left_out(name: str, fitted: Constants) -> LeftOut:
     return LeftOut(run, without, compare(run, without))
 
 
-def page_tables() -> str:
+def page_table() -> str:
     block = re.search(r"<!-- calibrate -->\n(.*)\n<!-- /calibrate -->", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert block is not None
     return block[1]
 
 
-def first_columns(text: str) -> list[list[list[str]]]:
-    """What the two tables of a page say of a row that was left out, and of each constant: without ranges and groups."""
-    return [
-        [line.split("|")[:last] for line in table.splitlines()]
-        for table, last in zip(text.split("\n\n"), (6, 4), strict=True)
-    ]
+def first_columns(table: str) -> list[list[str]]:
+    """What a table says of a row that was left out, without what its whole group changes."""
+    return [line.split("|")[:6] for line in table.splitlines()]
 
 
 @pytest.mark.parametrize("name", LEFT_OUT)
 def test_the_page_and_the_bars_hold_for_a_row_that_was_left_out(name: str, fitted: Constants) -> None:
     left = left_out(name, fitted)
-    (_, _, *rows), constants = first_columns(tables(fitted, [left]))
-    of_runs, of_constants = first_columns(page_tables())
-    begin = next(number for number, row in enumerate(of_runs) if row[1].strip() == name)
-    assert of_runs[begin : begin + len(rows)] == rows, "python -m tools.plan.timing.calibrate prints other tables"
-    assert of_constants == constants
+    _, _, *rows = first_columns(error_table(fitted, [left]))
+    page = first_columns(page_table())
+    begin = next(number for number, row in enumerate(page) if row[1].strip() == name)
+    assert page[begin : begin + len(rows)] == rows, "python -m tools.plan.timing.calibrate prints another table"
     assert_within_bars(left)
 
 
@@ -87,11 +84,15 @@ def test_the_constants_are_those_of_a_fit(fitted: Constants) -> None:
     assert {c.key: float(f"{c.value:.4g}") for c in fitted.fitted} == {
         c.key: stored[c.key].value for c in fitted.fitted
     }
+    printed = constants_table(fitted, [left_out(LEFT_OUT[0], fitted)]).splitlines()[2:]
+    assert [line.split(" | ")[:3] for line in printed] == [
+        [f"| `{c.key}`", f"{stored[c.key].value:.3g}", f"{stored[c.key].prior:.3g}"] for c in fitted.fitted
+    ]
 
 
 @pytest.mark.slow
 def test_the_page_shows_what_the_command_prints(calibration: tuple[Constants, list[LeftOut]]) -> None:
-    assert page_tables() == tables(*calibration), "python -m tools.plan.timing.calibrate prints other tables"
+    assert page_table() == error_table(*calibration), "python -m tools.plan.timing.calibrate prints another table"
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """Fit the cost model to the published steps and show how well it predicts a step that it has not seen.
 
-python -m tools.plan.timing.calibrate            the tables of docs/time_model.md
+python -m tools.plan.timing.calibrate            the table of docs/time_model.md, and one of the constants
 python -m tools.plan.timing.calibrate --write    and put the fitted values and the errors into constants.toml
 
 The fit minimises over the logarithms of the fitted constants
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     constants, alone = calibrated()
     if write:
         write_constants(constants, TABLE)
-    print(tables(constants, alone))
+    print(error_table(constants, alone), constants_table(constants, alone), sep="\n\n")
 
 
 def calibrated() -> tuple[Constants, list[LeftOut]]:
@@ -96,11 +96,11 @@ def worst_errors(alone: Iterable[LeftOut]) -> dict[str, dict[str, PhaseError]]:
     }
 
 
-def tables(constants: Constants, alone: Sequence[LeftOut]) -> str:
-    """What the command prints, in Markdown."""
+def error_table(constants: Constants, alone: Sequence[LeftOut]) -> str:
+    """Every published number beside its prediction, in Markdown."""
     grouped = leave_out([left.run for left in alone], constants, whole_group=True)
     lines = [
-        "| run | phase | published s | predicted s | error | without its group | bar |",
+        "| run | phase | published s | predicted s | error | without its group | |",
         "|---|---|---|---|---|---|---|",
     ]
     for left, without in zip(alone, grouped, strict=True):
@@ -108,9 +108,14 @@ def tables(constants: Constants, alone: Sequence[LeftOut]) -> str:
         for miss, other in zip(left.misses, without.misses, strict=True):
             phase, errors = miss.phase.replace("+", " + "), f"{miss.error:+.0%} | {other.error:+.0%}"
             seconds = (f"{x:.0f}" if x >= 100 else f"{x:.1f}" for x in (miss.published_s, miss.predicted_s))
-            lines.append(f"| {name} | {phase} | {' | '.join(seconds)} | {errors} | {_verdict(miss, left)} |")
+            lines.append(f"| {name} | {phase} | {' | '.join(seconds)} | {errors} |{_verdict(miss, left)} |")
             name = ""
-    lines += ["", "| fitted constant | value | prior | range without a row | fitted on |", "|---|---|---|---|---|"]
+    return "\n".join(lines)
+
+
+def constants_table(constants: Constants, alone: Sequence[LeftOut]) -> str:
+    """The fitted constants, and how far they move when a row is left out, in Markdown."""
+    lines = ["| fitted constant | value | prior | range without a row | fitted on |", "|---|---|---|---|---|"]
     for constant in constants.fitted:
         values = [left.constants.by_key[constant.key].value for left in alone]
         lines.append(
@@ -136,9 +141,9 @@ def write_constants(constants: Constants, path: Path) -> None:
 
 def _verdict(miss: Miss, left: LeftOut) -> str:
     if not is_main(miss, left.run):
-        return "small"
+        return " small"
     bar = TOTAL_BAR if miss.phase == "total" else PHASE_BAR
-    return f"within {bar:.0%}" if abs(miss.error) <= bar else f"**misses {bar:.0%}**"
+    return "" if abs(miss.error) <= bar else f" **misses {bar:.0%}**"
 
 
 def compare(run: PublishedRun, constants: Constants) -> list[Miss]:

@@ -47,7 +47,7 @@ class Rank(Worker):
         super().__init__()
         self._answers: dict[str, DataProto] = {}
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE)
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def ready(self, number: int) -> int:
         """Return the number: the rank has finished all earlier calls."""
         return number

@@ -2,8 +2,6 @@
 
 from verl.single_controller.base.worker import Worker
 from verl.single_controller.base.worker_group import (
-    ClassWithInitArgs,
-    ResourcePool,
     WorkerDiedError,
     WorkerError,
     WorkerGroup,
@@ -12,8 +10,6 @@ from verl.single_controller.base.worker_group import (
 )
 
 __all__ = [
-    "ClassWithInitArgs",
-    "ResourcePool",
     "Worker",
     "WorkerDiedError",
     "WorkerError",

@@ -3,33 +3,15 @@
 from __future__ import annotations
 
 import os
-import socket
-from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from hf_formats.cores import threads_per_worker
 from verl.single_controller.base.decorator import Dispatch, Execute, register
-from verl.utils.net_utils import free_ports
 from verl.utils.timeline import ClockReading, Recording, Timeline, read_clock
 
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
-
-class WorkerHelper:
-    """What a worker can tell about its node."""
-
-    def get_available_master_addr_port(self) -> tuple[str, str]:
-        """This node's address, and a port of it that is free."""
-        return socket.gethostbyname(socket.gethostname()), str(free_ports(1)[0])
-
-    def get_availale_master_addr_port(self) -> tuple[str, str]:
-        """The same under upstream's older spelling."""
-        return self.get_available_master_addr_port()
-
-
-class Worker(WorkerHelper):
+class Worker:
     """One rank of a worker group (upstream: ``verl.single_controller.base.Worker``).
 
     The launcher sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT before it builds the worker; a
@@ -39,9 +21,7 @@ class Worker(WorkerHelper):
         local_rank: the index of this worker among those of its node, which is also its device index.
     """
 
-    def __init__(self, cuda_visible_devices: str | None = None) -> None:
-        if cuda_visible_devices is not None:
-            os.environ[_VISIBLE] = cuda_visible_devices
+    def __init__(self) -> None:
         # By itself torch takes no more threads than there are cores, whatever the variable says.
         torch.set_num_threads(threads_per_worker(int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
         self._rank, self._world_size, self.local_rank = map(_int_env, ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
@@ -55,29 +35,6 @@ class Worker(WorkerHelper):
     @property
     def rank(self) -> int:
         return self._rank
-
-    @classmethod
-    def env_keys(cls) -> list[str]:
-        """The variables that the launcher sets."""
-        return ["WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", _VISIBLE]
-
-    def get_master_addr_port(self) -> tuple[str, str]:
-        """Where the ranks of the world meet."""
-        return os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-
-    def get_cuda_visible_devices(self) -> str:
-        """The devices that this process sees, as its environment says it."""
-        return os.environ.get(_VISIBLE, "not set")
-
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
-    def execute_with_func_generator(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """``func(worker, ...)`` on every rank, with its part of each DataProto."""
-        return func(self, *args, **kwargs)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
-    def execute_func_rank_zero(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """``func(...)`` on rank 0."""
-        return func(*args, **kwargs)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
     def num_threads(self) -> int:

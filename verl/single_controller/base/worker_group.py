@@ -30,27 +30,6 @@ class WorkerTimeoutError(WorkerError):
     """A call took longer than allowed; the message names the ranks that had not answered."""
 
 
-class ResourcePool:
-    """How many worker processes run on each node."""
-
-    def __init__(self, process_on_nodes: list[int]) -> None:
-        self.process_on_nodes = list(process_on_nodes)
-
-    @property
-    def world_size(self) -> int:
-        return sum(self.process_on_nodes)
-
-
-class ClassWithInitArgs:
-    """A class and the arguments it is built with, elsewhere."""
-
-    def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
-        self.cls, self.args, self.kwargs = cls, args, kwargs
-
-    def __call__(self) -> Any:
-        return self.cls(*self.args, **self.kwargs)
-
-
 class WorkerGroup:
     """Calls that look like a method call and run on every rank: ``group.update_actor(batch)``.
 

@@ -7,7 +7,6 @@ import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from textwrap import shorten
 from types import TracebackType
@@ -16,6 +15,7 @@ from typing import Any
 import ray
 import ray.cloudpickle
 from ray.exceptions import RayActorError
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.protocol import DataProto
@@ -58,7 +58,6 @@ class RayWorkerGroup(WorkerGroup):
     Args:
         resource_pool: processes per node.
         ray_cls_with_init: the worker class and its arguments.
-        name_prefix: name of the group in messages; default: the class.
         device_name: ``cpu``, ``npu`` or ``cuda``: which Ray resource each process takes one of; default: this
             machine's, or ``cpu`` when the pool has ``use_gpu=False``.
         num_cpus_per_worker: Ray CPUs each process takes; may be a fraction.
@@ -82,7 +81,6 @@ class RayWorkerGroup(WorkerGroup):
         resource_pool: RayResourcePool,
         ray_cls_with_init: RayClassWithInitArgs,
         *,
-        name_prefix: str | None = None,
         device_name: str | None = None,
         num_cpus_per_worker: float = 1,
         timeout_s: float | None = None,
@@ -91,8 +89,7 @@ class RayWorkerGroup(WorkerGroup):
         joins: RayWorkerGroup | None = None,
     ) -> None:
         cls = ray_cls_with_init.cls
-        super().__init__(name_prefix or cls.__name__, cls, resource_pool.world_size, timeout_s)
-        self.resource_pool = resource_pool
+        super().__init__(cls.__name__, cls, resource_pool.world_size, timeout_s)
         if device_name is None:
             device_name = resolve_device("auto") if resource_pool.use_gpu else "cpu"
         self.master_address = self.master_port = ""
@@ -105,13 +102,11 @@ class RayWorkerGroup(WorkerGroup):
         self._addresses: list[ProcessAddress | None] = [None] * self.world_size
         self.while_waiting: Callable[[], None] | None = None
         slots = resource_pool.reserve(device_name, num_cpus_per_worker, start_timeout_s)
+        self._placement: PlacementGroup | None = slots[0].placement
         self._slots = in_world(slots, [] if joins is None else joins._slots, num_later_ranks)
         is_alone = is_one_node()
         try:
-            self._actors = [
-                _new_actor(slot, device_name, num_cpus_per_worker, ray_cls_with_init.options, is_alone)
-                for slot in self._slots
-            ]
+            self._actors = [_new_actor(slot, device_name, num_cpus_per_worker, is_alone) for slot in self._slots]
             self._start_workers(ray_cls_with_init, start_timeout_s, joins)
         except BaseException:
             self.shutdown()
@@ -143,7 +138,7 @@ class RayWorkerGroup(WorkerGroup):
             self._actors[rank].call.remote(method, kept, *args, **kwargs): rank
             for rank, (args, kwargs), kept in zip(ranks, per_rank, keep, strict=True)
         }
-        limit = _TimeLimit.from_now(timeout_s)
+        limit = _TimeLimit(timeout_s)
         return PendingCall(partial(self._wait, method, refs, limit), _Progress(list(refs), limit).is_over)
 
     def shutdown(self) -> None:
@@ -157,8 +152,9 @@ class RayWorkerGroup(WorkerGroup):
             logger.warning(
                 "%d processes of %s were still there %.0f s after the kill", len(alive), self.name, _KILL_TIMEOUT_S
             )
-        if self._slots:
-            self.resource_pool.release(self._slots[0].placement)
+        placement, self._placement = self._placement, None
+        if placement is not None:
+            remove_placement_group(placement)
 
     def __enter__(self) -> RayWorkerGroup:
         return self
@@ -172,7 +168,7 @@ class RayWorkerGroup(WorkerGroup):
         self, ray_cls_with_init: RayClassWithInitArgs, timeout_s: float, joins: RayWorkerGroup | None
     ) -> None:
         refs = {actor.address.remote(): rank for rank, actor in enumerate(self._actors)}
-        self._addresses = list(self._wait("start of the process", refs, _TimeLimit.from_now(timeout_s)))
+        self._addresses = list(self._wait("start of the process", refs, _TimeLimit(timeout_s)))
         first: ProcessAddress = self._addresses[0]  # type: ignore[assignment]
         own_addr = LOOPBACK if is_one_node() else first.node_ip
         self.master_address = own_addr if joins is None else joins.master_address
@@ -182,7 +178,7 @@ class RayWorkerGroup(WorkerGroup):
         init = ray_cls_with_init
         blob = ray.put(ray.cloudpickle.dumps((init.cls, init.args, init.kwargs)))
         refs = {actor.start.remote(env, blob): rank for rank, actor in enumerate(self._actors)}
-        self._wait("__init__", refs, _TimeLimit.from_now(timeout_s))
+        self._wait("__init__", refs, _TimeLimit(timeout_s))
         logger.info(
             "%s: %d workers, rendezvous %s:%s", self.name, self.world_size, self.master_address, self.master_port
         )
@@ -269,19 +265,15 @@ def _first_death(probes: _Probes, method: str, timeout_s: float) -> WorkerDiedEr
     return None
 
 
-@dataclass(frozen=True)
 class _TimeLimit:
     """When a call must have its answers; ``timeout_s`` None means for ever."""
 
-    timeout_s: float | None
-    start_s: float
-
-    @classmethod
-    def from_now(cls, timeout_s: float | None) -> _TimeLimit:
-        return cls(timeout_s, time.monotonic())
+    def __init__(self, timeout_s: float | None) -> None:
+        self.timeout_s = timeout_s
+        self._end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
 
     def remaining_s(self) -> float:
-        return math.inf if self.timeout_s is None else max(0.0, self.start_s + self.timeout_s - time.monotonic())
+        return max(0.0, self._end_s - time.monotonic())
 
 
 class _Progress:
@@ -305,19 +297,10 @@ def _has_failed(ref: ray.ObjectRef) -> bool:
         return True
 
 
-def _new_actor(slot: Slot, device_name: str, num_cpus: float, options: dict[str, Any], is_one_node: bool) -> Any:
+def _new_actor(slot: Slot, device_name: str, num_cpus: float, is_one_node: bool) -> Any:
     remote_class = ray.remote(max_restarts=0, max_task_retries=0)(WorkerProcess)
-    resources = actor_resources(device_name, num_cpus)
-    more = {name: value for name, value in options.items() if name not in ("resources", "runtime_env")}
-    environment = dict(options.get("runtime_env", {}))
+    settings: dict[str, Any] = actor_resources(device_name, num_cpus)
     num_on_node = slot.world_size if is_one_node else slot.local_world_size
-    environment["env_vars"] = environment.get("env_vars", {}) | rank_environment(slot, device_name, num_on_node)
-    settings: dict[str, Any] = {
-        **more,
-        **resources,
-        "resources": {**options.get("resources", {}), **resources["resources"]},  # type: ignore[dict-item]
-        "runtime_env": environment,
-    }
-    assert slot.placement is not None
+    settings["runtime_env"] = {"env_vars": rank_environment(slot, device_name, num_on_node)}
     placement = PlacementGroupSchedulingStrategy(slot.placement, slot.bundle_index)
     return remote_class.options(**settings, scheduling_strategy=placement).remote()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import os
 import traceback
 from dataclasses import dataclass
@@ -43,8 +41,6 @@ class Pickled:
 class WorkerProcess:
     """Runs one worker. The environment of the rank is set by Ray before the interpreter starts."""
 
-    _runner: asyncio.Runner | None = None
-
     def __repr__(self) -> str:
         """Ray prefixes each line of this process's output with it, also in its log files."""
         return f"rank {os.environ['RANK']}"
@@ -67,21 +63,11 @@ class WorkerProcess:
     def call(self, method: str, keep: bool, /, *args: Any, **kwargs: Any) -> Any:
         """The output of the worker's method, None if it is not needed, a ``CallFailure`` if it raised."""
         try:
-            output = self.invoke(method, *args, **kwargs)
+            named = {name: _value(argument) for name, argument in kwargs.items()}
+            output = getattr(self.worker, method)(*map(_value, args), **named)
         except Exception as error:
             return _failure(error)
         return output if keep else None
-
-    def invoke(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """The output of any method of the worker, plain or async; what it raises is Ray's to pass on."""
-        args = tuple(_value(argument) for argument in args)
-        kwargs = {name: _value(argument) for name, argument in kwargs.items()}
-        output = getattr(self.worker, method)(*args, **kwargs)
-        if not inspect.iscoroutine(output):
-            return output
-        if self._runner is None:
-            self._runner = asyncio.Runner()  # one loop for all calls: what they keep belongs to it
-        return self._runner.run(output)
 
 
 def _value(argument: Any) -> Any:

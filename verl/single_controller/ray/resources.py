@@ -17,7 +17,6 @@ from ray.util.placement_group import (
 )
 
 from hf_formats.cores import THREADS, threads_per_worker
-from verl.single_controller.base.worker_group import ClassWithInitArgs, ResourcePool
 from verl.utils.rank_log import LOG_DIR
 
 _DEVICE_RESOURCES = {"cpu": None, "npu": "NPU", "cuda": "GPU", "gpu": "GPU"}
@@ -28,7 +27,7 @@ class NoRoomError(ValueError):
     """The cluster lacks resources for a group; the text lists what is missing."""
 
 
-class RayResourcePool(ResourcePool):
+class RayResourcePool:
     """How many worker processes run on each node, e.g. ``[8, 8]`` for two nodes of eight devices.
 
     Each group reserves one bundle per node with room for all of the node's processes; no two entries share a node.
@@ -39,16 +38,14 @@ class RayResourcePool(ResourcePool):
         use_gpu: each process takes an accelerator, where the cluster has any.
     """
 
-    def __init__(
-        self,
-        process_on_nodes: list[int] | None = None,
-        use_gpu: bool = True,
-    ) -> None:
+    def __init__(self, process_on_nodes: list[int] | None = None, use_gpu: bool = True) -> None:
         if not process_on_nodes or any(count < 1 for count in process_on_nodes):
             raise ValueError(f"process_on_nodes={process_on_nodes}, expected at least one node with one process")
-        super().__init__(process_on_nodes)
-        self.use_gpu = use_gpu
-        self._groups: list[PlacementGroup] = []
+        self.process_on_nodes, self.use_gpu = list(process_on_nodes), use_gpu
+
+    @property
+    def world_size(self) -> int:
+        return sum(self.process_on_nodes)
 
     def reserve(self, device_name: str, num_cpus: float, timeout_s: float) -> list[Slot]:
         """One slot per rank, nodes ordered by address.
@@ -72,35 +69,19 @@ class RayResourcePool(ResourcePool):
         addresses = _bundle_addresses(group)
         nodes = sorted(range(len(bundles)), key=lambda node: (addresses[node], node))
         local = [(node, index) for node in nodes for index in range(self.process_on_nodes[node])]
-        self._groups.append(group)
         return [
             Slot(rank, index, len(local), group, node, addresses[node], self.process_on_nodes[node])
             for rank, (node, index) in enumerate(local)
         ]
 
-    def release(self, group: PlacementGroup | None = None) -> None:
-        """Gives back what one group of workers has reserved; without it, what all of them have."""
-        for reserved in list(self._groups) if group is None else [group]:
-            if reserved in self._groups:
-                self._groups.remove(reserved)
-                remove_placement_group(reserved)
 
-
-class RayClassWithInitArgs(ClassWithInitArgs):
+class RayClassWithInitArgs:
     """A worker class and the arguments every rank builds it with; a class under ``ray.remote`` counts as the class."""
 
     def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
         metadata = getattr(cls, "__ray_metadata__", None)
-        super().__init__(cls if metadata is None else metadata.modified_class, *args, **kwargs)
-        self.options: dict[str, Any] = {}
-
-    def set_additional_resource(self, additional_resource: dict[str, float]) -> None:
-        """Resources of Ray that each process takes beside its CPUs and its device."""
-        self.options.setdefault("resources", {}).update(additional_resource)
-
-    def update_options(self, options: dict[str, Any]) -> None:
-        """Options of Ray for each process, such as ``runtime_env``; those of its placement are the group's."""
-        self.options.update(options)
+        self.cls: type = cls if metadata is None else metadata.modified_class
+        self.args, self.kwargs = args, kwargs
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,8 @@ Advantages are one family a file in ``algos``, policy losses one file each in ``
 aggregation in ``aggregation``; all are reached from here.
 """
 
+# ruff: noqa: F401 - the imports are what this module is for
+
 from __future__ import annotations
 
 from verl.trainer.ppo.aggregation import agg_loss, token_loss_weights
@@ -39,43 +41,6 @@ from verl.trainer.ppo.policy_losses.geo_mean import compute_policy_loss_geo_mean
 from verl.trainer.ppo.policy_losses.gpg import compute_policy_loss_gpg
 from verl.trainer.ppo.policy_losses.gspo import compute_policy_loss_gspo
 from verl.trainer.ppo.policy_losses.vanilla import compute_policy_loss_vanilla
-
-__all__ = [
-    "ADV_ESTIMATOR_REGISTRY",
-    "POLICY_LOSS_REGISTRY",
-    "AdaptiveKLController",
-    "AdvantageEstimator",
-    "FixedKLController",
-    "PolicyLossFn",
-    "agg_loss",
-    "compute_gae_advantage_return",
-    "compute_gpg_outcome_advantage",
-    "compute_grpo_outcome_advantage",
-    "compute_grpo_passk_outcome_advantage",
-    "compute_grpo_vectorized_outcome_advantage",
-    "compute_opo_outcome_advantage",
-    "compute_policy_loss_cispo",
-    "compute_policy_loss_clip_cov",
-    "compute_policy_loss_geo_mean",
-    "compute_policy_loss_gpg",
-    "compute_policy_loss_gspo",
-    "compute_policy_loss_kl_cov",
-    "compute_policy_loss_vanilla",
-    "compute_reinforce_plus_plus_baseline_outcome_advantage",
-    "compute_reinforce_plus_plus_outcome_advantage",
-    "compute_remax_outcome_advantage",
-    "compute_rloo_outcome_advantage",
-    "compute_rloo_vectorized_outcome_advantage",
-    "get_adv_estimator_fn",
-    "get_kl_controller",
-    "get_policy_loss_fn",
-    "kl_penalty",
-    "kl_penalty_forward",
-    "register_adv_est",
-    "register_policy_loss",
-    "token_loss_weights",
-]
-
 
 ADV_ESTIMATOR_REGISTRY = ESTIMATORS.entries
 POLICY_LOSS_REGISTRY = LOSSES.entries

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,19 +14,6 @@ from verl.trainer.config.config import TokenLimit
 from verl.utils.masks import row_rewards
 from verl.utils.megatron.packed_batch import padded_lengths
 from verl.utils.timeline import Timeline, now_s
-
-__all__ = [
-    "PhaseSeconds",
-    "add_generation_times",
-    "compute_data_metrics",
-    "compute_rank_metrics",
-    "compute_reward_metrics",
-    "compute_set_metrics",
-    "compute_throughout_metrics",
-    "compute_timing_metrics",
-    "compute_validation_metrics",
-    "marked_timer",
-]
 
 
 class PhaseSeconds(dict[str, float]):
@@ -51,70 +37,31 @@ def marked_timer(name: str, timing: dict[str, float]) -> Iterator[None]:
             timing.timeline.add(name, start_s, end_s)
 
 
-def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str, Any]:
-    """Scores and lengths of a batch and, if it was trained on, rewards, advantages and returns of response tokens.
-
-    With ``values`` of a critic, which ``use_critic=False`` leaves out, how they spread and the share of the returns'
-    variance that they explain. A batch in upstream's form (``attention_mask``) has more figures of its lengths.
-    """
-    tensors = batch.batch
-    lengths = _compute_response_info(batch)
-    response_lengths, prompt_lengths = lengths["response_length"], lengths["prompt_length"]
-    limit = tensors["responses"].shape[-1]
+def compute_data_metrics(batch: DataProto) -> dict[str, float]:
+    """Scores and lengths of a batch and, if it was trained on, rewards, advantages and returns of response tokens."""
+    tensors, texts = batch.batch, batch.non_tensor_batch
+    response_lengths, prompt_lengths = _lengths(batch)
+    clipped = float((response_lengths == tensors["responses"].shape[-1]).float().mean())
+    if "finish_reason" in texts:
+        clipped = float(np.mean([reason == "length" for reason in texts["finish_reason"]]))
     metrics = {
-        **_spread("critic/score", row_rewards(tensors["token_level_scores"], lengths["response_mask"])),
+        **_spread("critic/score", row_rewards(tensors["token_level_scores"], tensors["response_mask"])),
         **_spread("response_length", response_lengths),
         **_spread("prompt_length", prompt_lengths),
+        "response_length/clip_ratio": clipped,
     }
-    clipped = (response_lengths == limit).float().mean()
-    if "finish_reason" in batch.non_tensor_batch:
-        clipped = np.mean([reason == "length" for reason in batch.non_tensor_batch["finish_reason"]])
-    metrics["response_length/clip_ratio"] = float(clipped)
-    if "attention_mask" in tensors:
-        widest = tensors["attention_mask"].shape[-1] - limit
-        metrics["prompt_length/clip_ratio"] = float((prompt_lengths == widest).float().mean())
-        metrics |= _without_aborted(response_lengths, limit)
-    if "__num_turns__" in batch.non_tensor_batch:
-        metrics |= _spread("num_turns", torch.tensor(batch.non_tensor_batch["__num_turns__"].astype(float)))
     if "advantages" in tensors:
         mask = tensors["response_mask"].bool()
         metrics |= _spread("critic/rewards", row_rewards(tensors["token_level_rewards"], mask))
         metrics |= _spread("critic/advantages", tensors["advantages"][mask])
         metrics |= _spread("critic/returns", tensors["returns"][mask])
-        if use_critic and "values" in tensors:
-            values, returns = tensors["values"][mask], tensors["returns"][mask]
-            metrics |= _spread("critic/values", values)
-            metrics["critic/vf_explained_var"] = float(1.0 - (returns - values).var() / (returns.var() + 1e-5))
     return metrics
 
 
-def _without_aborted(response_lengths: Tensor, limit: int) -> dict[str, float]:
-    """The share of responses without a token, and the lengths of the others."""
-    lengths = response_lengths[response_lengths > 0]
-    metrics = {"response/aborted_ratio": float((response_lengths == 0).float().mean())}
-    if len(lengths) == 0:
-        raise ValueError("every response of the batch is empty")
-    spread = _spread("response_length_non_aborted", lengths)
-    return metrics | spread | {"response_length_non_aborted/clip_ratio": float((lengths == limit).float().mean())}
-
-
-def _compute_response_info(batch: DataProto) -> dict[str, Tensor]:
-    """``prompt_length`` and ``response_length`` fp32 [B], and ``response_mask`` [B, R].
-
-    Read from ``num_tokens`` and ``response_mask``; in batches without them from ``attention_mask``, whose last R
-    columns are the response.
-    """
-    tensors = batch.batch
-    width = tensors["responses"].shape[-1]
-    if "num_tokens" in tensors:
-        mask = tensors["response_mask"]
-        response_lengths = mask.bool().sum(-1).float()
-        prompt_lengths = tensors["num_tokens"].float() - response_lengths
-    else:
-        attention = tensors["attention_mask"]
-        mask, prompt_lengths = attention[:, -width:], attention[:, :-width].sum(-1).float()
-        response_lengths = mask.sum(-1).float()
-    return {"response_mask": mask, "prompt_length": prompt_lengths, "response_length": response_lengths}
+def _lengths(batch: DataProto) -> tuple[Tensor, Tensor]:
+    """The tokens of each response and of each prompt, fp32 [B]."""
+    response_lengths = batch.batch["response_mask"].bool().sum(-1).float()
+    return response_lengths, batch.batch["num_tokens"].float() - response_lengths
 
 
 def count_samples_above(num_tokens_B: Tensor, limits: Sequence[TokenLimit], cp_size: int) -> dict[str, float]:
@@ -156,13 +103,10 @@ def add_generation_times(seconds: Mapping[int, float], timing: dict[str, float])
     return {"perf/generation_slowest_rank": float(slowest)}
 
 
-def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, Any]:
+def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:
     """``timing_s/*`` and, for phases that process tokens, ``timing_per_token_ms/*``."""
-    lengths = _compute_response_info(batch)
-    num_response = float(lengths["response_length"].sum())
-    num_all = num_response + float(lengths["prompt_length"].sum())
-    of_all = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
-    counts = {"gen": num_response, **dict.fromkeys(of_all, num_all)}
+    num_response, num_all = float(_lengths(batch)[0].sum()), float(batch.batch["num_tokens"].sum())
+    counts = {"gen": num_response, **dict.fromkeys(("old_log_prob", "ref", "adv", "update_actor"), num_all)}
     metrics = {f"timing_s/{name}": seconds for name, seconds in timing_raw.items()}
     for name, count in counts.items():
         if name in timing_raw:
@@ -170,13 +114,9 @@ def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) ->
     return metrics
 
 
-def compute_throughout_metrics(batch: DataProto, timing_raw: Mapping[str, float], n_gpus: int) -> dict[str, Any]:
-    """Tokens of the step, its seconds, tokens per second and device (a device is one process: a die on Atlas A3).
-
-    The tokens are those of the column ``num_tokens``, else of ``meta_info["global_token_num"]``.
-    """
-    has_column = batch.batch is not None and "num_tokens" in batch.batch
-    num_tokens = float(batch.batch["num_tokens"].sum() if has_column else sum(batch.meta_info["global_token_num"]))
+def compute_throughout_metrics(batch: DataProto, timing_raw: Mapping[str, float], n_gpus: int) -> dict[str, float]:
+    """Tokens of the step, its seconds, tokens per second and device (a device is one process: a die on Atlas A3)."""
+    num_tokens = float(batch.batch["num_tokens"].sum())
     return {
         "perf/total_num_tokens": num_tokens,
         "perf/time_per_step": timing_raw["step"],

@@ -17,7 +17,6 @@ from verl.single_controller.base import get_together
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.config.data import file_list, val_sets
-from verl.trainer.ppo.algos import AdvantageEstimator
 from verl.trainer.ppo.filter_groups import group_filter
 from verl.trainer.ppo.kl import get_kl_controller
 from verl.trainer.ppo.metric_utils import (
@@ -42,7 +41,7 @@ from verl.trainer.ppo.schedules.group_sampling import Grading
 from verl.trainer.ppo.schedules.saved import SavedSource
 from verl.trainer.ppo.schedules.synchronous import SynchronousSource
 from verl.trainer.ppo.scores import add_scores, reward_parts
-from verl.trainer.ppo.step_functions import apply_kl_penalty, compute_advantage, compute_response_mask
+from verl.trainer.ppo.step_functions import apply_kl_penalty, compute_advantage
 from verl.trainer.ppo.step_profiles import StepProfiles
 from verl.trainer.ppo.step_timeline import StepTimeline
 from verl.trainer.ppo.stop_request import StopRequest, TrainingInterruptedError
@@ -58,18 +57,6 @@ from verl.workers.row_store import worker_batch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-__all__ = [
-    "AdvantageEstimator",
-    "RayPPOTrainer",
-    "apply_kl_penalty",
-    "compute_advantage",
-    "compute_data_metrics",
-    "compute_response_mask",
-    "compute_throughout_metrics",
-    "compute_timing_metrics",
-    "marked_timer",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +99,7 @@ class RayPPOTrainer:
             config.gen_batch_size,
             shuffle=data.shuffle,
             seed=data.seed or 0,
-            sampler=create_rl_sampler(data, self.train_dataset.dataset) if data.sampler.class_path else None,
+            sampler=create_rl_sampler(data, self.train_dataset.dataset),
         )
         per_epochs = self.train_loader.num_prompts // data.train_batch_size * config.trainer.total_epochs
         self.total_training_steps = config.trainer.total_training_steps or per_epochs
@@ -380,5 +367,5 @@ class RayPPOTrainer:
 
 
 def _prompts(config: PPOTrainerConfig, tokenizer: PreTrainedTokenizerBase, files: list[str], max_samples: int) -> Any:
-    dataset = create_rl_dataset(files, config.data, tokenizer, None, max_samples=max_samples)
+    dataset = create_rl_dataset(files, config.data, tokenizer, max_samples)
     return PromptItems(dataset, tokenizer, config.data.max_prompt_length)

@@ -1,29 +1,23 @@
-"""Rewards by what the config names: upstream's functions for it, and the scorer of a run."""
+"""Rewards by what the config names: the reward function, and the reward manager of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, is_dataclass
 from functools import partial
 from typing import Any
 
-import ray
-from omegaconf import OmegaConf
 from torch import Tensor
 
 from verl.protocol import DataProto
+from verl.trainer.config import PPOTrainerConfig
 from verl.utils.import_utils import load_extern_type
 from verl.utils.reward_score import default_compute_score
 from verl.utils.reward_score.functions import RewardFunctionSpec, function_of
-from verl.workers.config import CustomRewardFunctionConfig
-from verl.workers.reward_manager import (
-    AbstractRewardManager,
-    get_reward_manager_cls,
-)
+from verl.workers.reward_manager import AbstractRewardManager, get_reward_manager_cls
 from verl.workers.reward_manager.abstract import RawRewardFn
 
 
-def get_custom_reward_fn(config: Any) -> RawRewardFn | None:
+def get_custom_reward_fn(config: PPOTrainerConfig) -> RawRewardFn | None:
     """The function of ``custom_reward_function`` with its ``reward_kwargs``; None where the config names none.
 
     With ``by_data_source`` the function that is returned calls the one of its first argument.
@@ -31,9 +25,7 @@ def get_custom_reward_fn(config: Any) -> RawRewardFn | None:
     Raises:
         ValueError: a file or a function does not exist.
     """
-    section = _section(config, "custom_reward_function")
-    known = CustomRewardFunctionConfig.__dataclass_fields__
-    custom = CustomRewardFunctionConfig(**{key: value for key, value in section.items() if key in known})
+    custom = config.custom_reward_function
     functions = {source: _loaded(spec) for source, spec in custom.sources.items()}
     default = None if custom.default is None else _loaded(custom.default)
     if not functions:
@@ -48,16 +40,19 @@ def get_custom_reward_fn(config: Any) -> RawRewardFn | None:
     return of_data_source
 
 
-def load_reward_manager(config: Any, tokenizer: Any, num_examine: int, **reward_kwargs: Any) -> AbstractRewardManager:
+def load_reward_manager(
+    config: PPOTrainerConfig, tokenizer: Any, num_examine: int, **reward_kwargs: Any
+) -> AbstractRewardManager:
     """The manager that ``reward_model.reward_manager`` names, with the function that the config names."""
-    manager_class = get_reward_manager_cls(_section(config, "reward_model").get("reward_manager") or "naive")
-    return manager_class(
+    manager_class: Any = get_reward_manager_cls(config.reward_model.reward_manager)
+    manager: AbstractRewardManager = manager_class(
         tokenizer=tokenizer,
         num_examine=num_examine,
         compute_score=get_custom_reward_fn(config) or default_compute_score,
-        reward_fn_key=_section(config, "data").get("reward_fn_key") or "data_source",
+        reward_fn_key="data_source",
         **reward_kwargs,
     )
+    return manager
 
 
 def compute_reward(data: DataProto, reward_fn: AbstractRewardManager) -> tuple[Tensor, dict[str, Any]]:
@@ -68,28 +63,6 @@ def compute_reward(data: DataProto, reward_fn: AbstractRewardManager) -> tuple[T
     return result["reward_tensor"], dict(result.get("reward_extra_info") or {})
 
 
-@ray.remote(num_cpus=1)
-def compute_reward_async(
-    data: DataProto, config: Any = None, tokenizer: Any = None, reward_fn: AbstractRewardManager | None = None
-) -> tuple[Tensor, dict[str, Any]]:
-    """``compute_reward`` as a Ray task, with ``reward_fn`` or the manager that ``config`` names."""
-    if reward_fn is None:
-        kwargs = _section(config, "reward_model").get("reward_kwargs") or {}
-        reward_fn = load_reward_manager(config, tokenizer, num_examine=0, **kwargs)
-    return compute_reward(data, reward_fn)
-
-
 def _loaded(spec: RewardFunctionSpec) -> RawRewardFn:
     function = load_extern_type(spec.path, spec.name)
     return partial(function, **spec.kwargs) if spec.kwargs else function
-
-
-def _section(config: Any, name: str) -> dict[str, Any]:
-    """A section of a typed config, of an OmegaConf tree or of a dict, as a dict; empty where it is absent."""
-    section = config.get(name) if hasattr(config, "get") else getattr(config, name, None)
-    if section is None:
-        return {}
-    if is_dataclass(section) and not isinstance(section, type):
-        return asdict(section)
-    plain: Any = OmegaConf.to_container(section, resolve=True) if OmegaConf.is_config(section) else section
-    return dict(plain)

@@ -20,10 +20,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.parallel_state import ProcessGroups
+from verl.protocol import DataProto
 from verl.trainer.config.algorithm import RolloutCorrectionSection
 from verl.utils.masks import selected
+from verl.utils.megatron.reduce import reduce_over
 
 SAFETY_BOUND = 20.0  # of log-ratios before exp; e^20 is far beyond every threshold
 PREFIX = "rollout_corr/"
@@ -50,19 +54,10 @@ def corrections(
     metrics = compute_offpolicy_metrics(old_log_prob, rollout_log_prob, response_mask, over_ranks)
     weights, kept = None, mask
     if config.rollout_is is not None:
-        weights, found = compute_rollout_correction_weights(
-            log_ratio,
-            response_mask,
-            config.rollout_is,
-            config.rollout_is_threshold,
-            config.rollout_is_batch_normalize,
-            over_ranks,
-        )
+        weights, found = compute_rollout_correction_weights(log_ratio, mask, config, over_ranks)
         metrics |= found
     if config.rollout_rs is not None:
-        kept, found = compute_rollout_rejection_mask(
-            log_ratio, response_mask, config.rollout_rs, config.rs_upper, config.rs_lower, over_ranks
-        )
+        kept, found = compute_rollout_rejection_mask(log_ratio, mask, config, over_ranks)
         metrics |= found
     if config.rollout_token_veto_threshold is not None:
         is_vetoed = (_ratio(log_ratio) < config.rollout_token_veto_threshold) & (mask > 0)
@@ -71,26 +66,49 @@ def corrections(
     return weights, kept, metrics
 
 
+def corrected(
+    data: DataProto, config: RolloutCorrectionSection, groups: ProcessGroups, device: torch.device
+) -> tuple[DataProto, dict[str, float]]:
+    """``data`` with ``rollout_is_weights`` (where requested) and ``kept_mask`` [B, R], and metrics of the whole batch.
+
+    Collective over the data-parallel ranks of the last stage. Rows are whole there, on every context-parallel rank, so
+    that no level depends on how they are packed. Computed on the host: fp64 sums of a few numbers per token. ``device``
+    is where collectives expect tensors.
+
+    Raises:
+        ValueError: old or rollout log-probs are missing.
+    """
+    names = ("old_log_probs", "rollout_log_probs", "response_mask")
+    missing = [name for name in names if name not in data.batch]
+    if missing:
+        raise ValueError(f"algorithm.rollout_correction: the batch has no {' and no '.join(missing)}")
+
+    def over_ranks(sums: Tensor) -> Tensor:
+        return reduce_over(sums, groups.dp, dist.ReduceOp.SUM, device)
+
+    old, rollout, mask = (data.batch[name] for name in names)
+    weights, kept, metrics = corrections(old, rollout, mask, config, over_ranks)
+    columns = dict(data.batch.items()) | {"kept_mask": kept}
+    if weights is not None:
+        columns["rollout_is_weights"] = weights
+    return DataProto.from_dict(columns, data.non_tensor_batch, data.meta_info), metrics
+
+
 def compute_rollout_correction_weights(
-    log_ratio: Tensor,
-    response_mask: Tensor,
-    rollout_is: str = "token",
-    rollout_is_threshold: float = 2.0,
-    rollout_is_batch_normalize: bool = False,
-    over_ranks: OverRanks = one_rank,
+    log_ratio: Tensor, mask: Tensor, config: RolloutCorrectionSection, over_ranks: OverRanks
 ) -> tuple[Tensor, dict[str, float]]:
     """min(r, threshold) on every response token, r that of ``rollout_is``'s level, and how they spread.
 
     With ``rollout_is_batch_normalize`` divided by their mean: over tokens, or at other levels over sequences.
     ``rollout_is_eff_sample_size`` is (sum w)^2 / (n sum w^2) over the same.
     """
-    mask = response_mask.to(log_ratio.dtype)
-    ratio = ratio_at_level(log_ratio, mask, rollout_is)
-    weights = torch.clamp(ratio, max=rollout_is_threshold) * mask
+    level, threshold = str(config.rollout_is), config.rollout_is_threshold
+    ratio = ratio_at_level(log_ratio, mask, level)
+    weights = torch.clamp(ratio, max=threshold) * mask
     # Each sequence once where all its tokens share a weight, so that long ones do not count more.
-    once = mask if rollout_is == "token" else _first_tokens(mask)
+    once = mask if level == "token" else _first_tokens(mask)
     w, r = (weights * once).double(), (ratio * once).double()
-    is_cut = (ratio > rollout_is_threshold) * once
+    is_cut = (ratio > threshold) * once
     sums = torch.stack([once.double().sum(), w.sum(), w.square().sum(), r.sum(), is_cut.double().sum()])
     count, total, squares, raw, cut = over_ranks(sums).tolist()
     count = max(count, 1.0)
@@ -102,24 +120,17 @@ def compute_rollout_correction_weights(
         "rollout_is_ratio_mean": raw / count,
         "rollout_is_ratio_fraction_high": cut / count,
     }
-    if rollout_is_batch_normalize and mean > 0:
+    if config.rollout_is_batch_normalize and mean > 0:
         weights = weights / mean
     return weights, {PREFIX + name: value for name, value in metrics.items()}
 
 
 def compute_rollout_rejection_mask(
-    log_ratio: Tensor,
-    response_mask: Tensor,
-    rollout_rs: str = "token",
-    rollout_rs_threshold: float = 2.0,
-    rollout_rs_threshold_lower: float | None = None,
-    over_ranks: OverRanks = one_rank,
+    log_ratio: Tensor, mask: Tensor, config: RolloutCorrectionSection, over_ranks: OverRanks
 ) -> tuple[Tensor, dict[str, float]]:
     """1 on response tokens with lower <= r <= upper, r that of ``rollout_rs``'s level; lower absent = 1 / upper."""
-    mask = response_mask.to(log_ratio.dtype)
-    lower = 1.0 / rollout_rs_threshold if rollout_rs_threshold_lower is None else rollout_rs_threshold_lower
-    ratio = ratio_at_level(log_ratio, mask, rollout_rs)
-    is_out = ((ratio < lower) | (ratio > rollout_rs_threshold)) & (mask > 0)
+    ratio = ratio_at_level(log_ratio, mask, str(config.rollout_rs))
+    is_out = ((ratio < config.rs_lower) | (ratio > config.rs_upper)) & (mask > 0)
     metrics = _shares(is_out, mask, over_ranks, "rollout_rs_seq_masked_fraction", "rollout_rs_masked_fraction")
     return mask * (~is_out).to(mask.dtype), metrics
 

@@ -1,11 +1,9 @@
-"""What a step computes on the controller: masks, KL in the reward, advantages (upstream: ``ray_trainer``)."""
+"""What a step computes on the controller: KL in the reward, and advantages."""
 
 from __future__ import annotations
 
 import inspect
 from typing import Any
-
-from torch import Tensor
 
 from verl.protocol import DataProto
 from verl.trainer.config.algorithm import AlgorithmSection
@@ -13,11 +11,6 @@ from verl.trainer.ppo.algos import AdvantageEstimator, get_adv_estimator_fn
 from verl.trainer.ppo.kl import AdaptiveKLController, FixedKLController
 from verl.trainer.ppo.kl import kl_penalty as kl_estimate
 from verl.utils.masks import selected
-
-
-def compute_response_mask(data: DataProto) -> Tensor:
-    """[B, R]: the part of ``attention_mask`` [B, P + R] that belongs to ``responses`` [B, R]."""
-    return data.batch["attention_mask"][:, -data.batch["responses"].shape[1] :]
 
 
 def apply_kl_penalty(
@@ -44,7 +37,6 @@ def compute_advantage(
     adv_estimator: AdvantageEstimator | str,
     gamma: float = 1.0,
     lam: float = 1.0,
-    num_repeat: int = 1,
     norm_adv_by_std_in_grpo: bool = True,
     config: AlgorithmSection | None = None,
 ) -> DataProto:
@@ -52,12 +44,9 @@ def compute_advantage(
 
     The estimator gets those of the arguments that it names: the columns ``token_level_rewards``, ``response_mask``,
     ``values`` and ``reward_baselines``, and ``index`` (``uid``), ``gamma``, ``lam``, ``norm_adv_by_std_in_grpo`` and
-    ``config``. Groups are found by ``uid``, whatever ``num_repeat`` is. Without a column ``response_mask`` it is
-    computed, and added.
+    ``config``.
     """
     columns = data.batch
-    if "response_mask" not in columns:
-        columns["response_mask"] = compute_response_mask(data)
     given: dict[str, Any] = {
         "token_level_rewards": columns["token_level_rewards"],
         "response_mask": columns["response_mask"].float(),

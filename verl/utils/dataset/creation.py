@@ -3,41 +3,33 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict
 from typing import Any
 
-import torch
 from omegaconf import OmegaConf
-from torch.utils.data import Dataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import Dataset
 
 from verl.experimental.dataset.sampler import AbstractSampler
-from verl.utils.dataset.rl_dataset import RLHFDataset, setting
+from verl.trainer.config.data import DataConfig
+from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.import_utils import load_extern_type
 
 
-def create_rl_dataset(
-    data_paths: Any, data_config: Any, tokenizer: Any, processor: Any, is_train: bool = True, max_samples: int = -1
-) -> Any:
-    """RLHFDataset, or the class of ``data.custom_cls``, with these files; ``is_train`` changes nothing here."""
-    chosen = dataset_class(data_config)
-    return chosen(**_dataset_arguments(chosen, data_paths, data_config, tokenizer, processor, max_samples))
+def create_rl_dataset(files: list[str], data: DataConfig, tokenizer: Any, max_samples: int = -1) -> Any:
+    """RLHFDataset, or the class of ``data.custom_cls``, with these files."""
+    chosen = dataset_class(data)
+    return chosen(**_dataset_arguments(chosen, files, data, tokenizer, max_samples))
 
 
-def create_rl_sampler(data_config: Any, dataset: Any) -> Sampler[int]:
-    """The sampler of ``data.sampler``; else a random one with ``data.seed`` if ``data.shuffle``, else rows in order."""
-    chosen = sampler_class(data_config)
-    if chosen is not None:
-        return chosen(data_source=dataset, data_config=_tree(data_config))
-    if not setting(data_config, "shuffle", True):
-        return SequentialSampler(dataset)
-    generator = torch.Generator().manual_seed(setting(data_config, "seed", None) or 1)
-    return RandomSampler(dataset, generator=generator)
+def create_rl_sampler(data: DataConfig, dataset: Any) -> AbstractSampler | None:
+    """The sampler of ``data.sampler``, if any."""
+    chosen = sampler_class(data)
+    return None if chosen is None else chosen(data_source=dataset, data_config=_tree(data))
 
 
-def dataset_class(data_config: Any) -> type:
+def dataset_class(data: DataConfig) -> type:
     """ValueError: the file or the class of ``data.custom_cls`` does not exist, or it is no torch Dataset."""
-    custom = setting(data_config, "custom_cls", None)
-    path, name = setting(custom, "path", None), setting(custom, "name", None)
+    path, name = data.custom_cls.path, data.custom_cls.name
     if path is None:
         return RLHFDataset
     chosen = load_extern_type(path, name)
@@ -45,7 +37,7 @@ def dataset_class(data_config: Any) -> type:
     if not isinstance(chosen, type) or not issubclass(chosen, Dataset):
         raise ValueError(f"{where} is {chosen!r}; expected a class derived from torch.utils.data.Dataset")
     try:
-        given = _dataset_arguments(chosen, None, data_config, None, None, setting(data_config, "train_max_samples", -1))
+        given = _dataset_arguments(chosen, None, data, None, data.train_max_samples)
         inspect.signature(chosen).bind(**given)
     except TypeError as error:
         arguments = "data_files, tokenizer, processor, config, and max_samples if it takes that"
@@ -53,10 +45,9 @@ def dataset_class(data_config: Any) -> type:
     return chosen
 
 
-def sampler_class(data_config: Any) -> type[AbstractSampler] | None:
+def sampler_class(data: DataConfig) -> type[AbstractSampler] | None:
     """ValueError: the file or the class of ``data.sampler`` does not exist, or it is no AbstractSampler."""
-    section = setting(data_config, "sampler", None)
-    path, name = setting(section, "class_path", None), setting(section, "class_name", None)
+    path, name = data.sampler.class_path, data.sampler.class_name
     if path is None:
         return None
     chosen = load_extern_type(path, name)
@@ -74,17 +65,14 @@ def sampler_class(data_config: Any) -> type[AbstractSampler] | None:
     return chosen
 
 
-def _dataset_arguments(
-    chosen: type, files: Any, data_config: Any, tokenizer: Any, processor: Any, max_samples: int
-) -> dict[str, Any]:
+def _dataset_arguments(chosen: type, files: Any, data: DataConfig, tokenizer: Any, max_samples: int) -> dict[str, Any]:
     """The arguments; a class of a user gets the config as an OmegaConf tree."""
-    config = data_config if chosen is RLHFDataset else _tree(data_config)
-    given = {"data_files": files, "tokenizer": tokenizer, "processor": processor, "config": config}
+    config = data if chosen is RLHFDataset else _tree(data)
+    given = {"data_files": files, "tokenizer": tokenizer, "processor": None, "config": config}
     parameters = inspect.signature(chosen).parameters.values()
     takes_it = any(p.name == "max_samples" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
     return given | ({"max_samples": max_samples} if takes_it or max_samples != -1 else {})
 
 
-def _tree(data_config: Any) -> Any:
-    is_typed = is_dataclass(data_config) and not isinstance(data_config, type)
-    return OmegaConf.create(asdict(data_config)) if is_typed else data_config
+def _tree(data: DataConfig) -> Any:
+    return OmegaConf.create(asdict(data))

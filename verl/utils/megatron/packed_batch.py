@@ -88,8 +88,8 @@ class PackedMicroBatch:
             ),
         )
 
-    def with_routing(self, routing: MicroBatchRouting) -> PackedMicroBatch:
-        """The same tokens, whose experts ``routing`` traces or replays."""
+    def with_routing(self, routing: MicroBatchRouting | None) -> PackedMicroBatch:
+        """The same tokens, whose experts ``routing`` traces or replays; None: the gate chooses."""
         return replace(self, packed_seq_params=replace(self.packed_seq_params, routing=routing))
 
 

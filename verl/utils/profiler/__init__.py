@@ -1,7 +1,5 @@
-"""Profiling of worker processes (upstream: ``verl.utils.profiler``)."""
+"""Profiling of worker processes."""
 
-from verl.utils.profiler.performance import mark_annotate
 from verl.utils.profiler.profile import DistProfiler, DistProfilerExtension
-from verl.workers.config.profiler import ProfilerConfig
 
-__all__ = ["DistProfiler", "DistProfilerExtension", "ProfilerConfig", "mark_annotate"]
+__all__ = ["DistProfiler", "DistProfilerExtension"]

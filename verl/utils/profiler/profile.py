@@ -7,7 +7,6 @@ are ranges in it. A process that is not chosen has no profiler at all.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -15,7 +14,6 @@ import torch
 
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.import_utils import load_provider
-from verl.utils.profiler.performance import Function, mark_annotate
 from verl.workers.config.profiler import GlobalProfilerConfig, ProfilerConfig
 
 _NPU = "mindspeed.profiler:NpuRecording"
@@ -51,22 +49,9 @@ class DistProfiler:
         self.directory = Path(config.save_path or general.save_path or Path(report_dir) / FOLDER).expanduser()
         self._running: tuple[_Recorder, Path] | None = None
 
-    @staticmethod
-    def annotate(
-        message: str | None = None, color: str | None = None, domain: str | None = None, category: str | None = None
-    ) -> Callable[[Function], Function]:
-        """Decorator of a worker's method: each call is a range of a recording (``mark_annotate``)."""
-        return mark_annotate(message, color, domain, category)
-
-    def check_enable(self) -> bool:
-        return self.config.enable
-
-    def check_this_rank(self) -> bool:
-        return self.config.takes(self.rank)
-
     def start(self, name: str) -> None:
         """Start a recording called ``name``, as ``step_3``; ends one that is still running."""
-        if not self.check_this_rank():
+        if not self.config.takes(self.rank):
             return
         self.stop()
         folder = self.directory / name

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+COLUMNS = ["step", "input", "output", "score"]  # of the samples of a validation
+
 
 @dataclass(frozen=True)
 class Tracker:

@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from verl.utils.trackers import COLUMNS
+
 
 class ClearMLLogger:
     """A task of ClearML; metric ``a/b/c`` is the series ``b/c`` of the plot ``a``.
@@ -15,13 +17,7 @@ class ClearMLLogger:
     """
 
     def __init__(
-        self,
-        project_name: str,
-        experiment_name: str,
-        config: Any,
-        *,
-        directory: str | None = None,
-        run_id: str | None = None,
+        self, project_name: str, experiment_name: str, config: Mapping[str, Any], directory: str, run_id: str | None
     ) -> None:
         from clearml import Task
 
@@ -35,7 +31,7 @@ class ClearMLLogger:
             auto_connect_frameworks=False,
         )
         self.run_id = str(self._task.id)
-        self._task.connect_configuration(dict(config or {}), name="config")
+        self._task.connect_configuration(dict(config), name="config")
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
         logger = self._task.get_logger()
@@ -43,16 +39,13 @@ class ClearMLLogger:
             title, _, series = name.partition("/")
             logger.report_scalar(title, series or title, float(value), step)
 
+    def log_generations(self, samples: Sequence[Sequence[Any]], step: int) -> None:
+        """The text report of the task: a line of JSON with input, output and score of each sample."""
+        for sample in samples:
+            row = dict(zip(COLUMNS, (step, *sample), strict=True))
+            self._task.get_logger().report_text(json.dumps(row, ensure_ascii=False), print_console=False)
+
     def finish(self, *, is_done: bool = True) -> None:
         if not is_done:
             self._task.mark_failed(ignore_errors=True, status_reason="the run ended before its last step")
         self._task.close()
-
-
-def log_generations(samples: Sequence[Sequence[Any]], step: int) -> None:
-    """The text report of the current task: a line of JSON with input, output and score of each sample."""
-    from clearml import Logger
-
-    for sample in samples:
-        row = dict(zip(("input", "output", "score"), sample, strict=True))
-        Logger.current_logger().report_text(json.dumps({"step": step, **row}, ensure_ascii=False), print_console=False)

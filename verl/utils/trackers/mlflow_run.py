@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from verl.utils.trackers import COLUMNS
+
 _MOST_PARAMS = 100  # of one request
 _LONGEST_PARAM = 500  # characters that every store takes
 
@@ -19,13 +21,7 @@ class MlflowLogger:
     """
 
     def __init__(
-        self,
-        project_name: str,
-        experiment_name: str,
-        config: Mapping[str, Any] | None,
-        *,
-        directory: str | None = None,
-        run_id: str | None = None,
+        self, project_name: str, experiment_name: str, config: Mapping[str, Any], directory: str, run_id: str | None
     ) -> None:
         import mlflow
 
@@ -33,12 +29,17 @@ class MlflowLogger:
         mlflow.set_experiment(project_name)
         self.run_id = str(mlflow.start_run(run_id=run_id, run_name=experiment_name).info.run_id)
         if run_id is None:  # parameters of a run cannot change
-            params = list(_flat(config or {}).items())
+            params = list(_flat(config).items())
             for first in range(0, len(params), _MOST_PARAMS):
                 mlflow.log_params(dict(params[first : first + _MOST_PARAMS]))
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
         self._mlflow.log_metrics({metric_name(name): float(value) for name, value in data.items()}, step=step)
+
+    def log_generations(self, samples: Sequence[Sequence[Any]], step: int) -> None:
+        """The artifact ``val_generations/step_N.json``: a list of {input, output, score}."""
+        rows = [dict(zip(COLUMNS[1:], sample, strict=True)) for sample in samples]
+        self._mlflow.log_text(json.dumps(rows, ensure_ascii=False, indent=1), f"val_generations/step_{step}.json")
 
     def finish(self, *, is_done: bool = True) -> None:
         self._mlflow.end_run("FINISHED" if is_done else "FAILED")
@@ -47,14 +48,6 @@ class MlflowLogger:
 def metric_name(name: str) -> str:
     """The name as MLflow takes it: letters, digits, ``_-. :/``; ``mean@8`` becomes ``mean_at_8``."""
     return re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"), flags=re.ASCII)
-
-
-def log_generations(samples: Sequence[Sequence[Any]], step: int) -> None:
-    """The artifact ``val_generations/step_N.json`` of the current run: a list of {input, output, score}."""
-    import mlflow
-
-    rows = [dict(zip(("input", "output", "score"), sample, strict=True)) for sample in samples]
-    mlflow.log_text(json.dumps(rows, ensure_ascii=False, indent=1), f"val_generations/step_{step}.json")
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -17,23 +17,17 @@ class SwanlabLogger:
     """
 
     def __init__(
-        self,
-        project_name: str,
-        experiment_name: str,
-        config: Mapping[str, Any] | None,
-        *,
-        directory: str | None = None,
-        run_id: str | None = None,
+        self, project_name: str, experiment_name: str, config: Mapping[str, Any], directory: str, run_id: str | None
     ) -> None:
         import swanlab
 
         self._swanlab = swanlab
-        folder = os.environ.get("SWANLAB_LOG_DIR") or str(Path(directory or ".") / "swanlog")
+        folder = os.environ.get("SWANLAB_LOG_DIR") or str(Path(directory) / "swanlog")
         Path(folder).mkdir(parents=True, exist_ok=True)
         run = swanlab.init(
             project=project_name,
             name=experiment_name,
-            config={"FRAMEWORK": "verl", **(config or {})},
+            config={"FRAMEWORK": "verl", **config},
             log_dir=folder,
             mode=os.environ.get("SWANLAB_MODE"),
             id=run_id,
@@ -44,16 +38,13 @@ class SwanlabLogger:
     def log(self, data: Mapping[str, Any], step: int) -> None:
         self._swanlab.log(dict(data), step=step)
 
+    def log_generations(self, samples: Sequence[Sequence[Any]], step: int) -> None:
+        """The texts ``val/generations``, one for each sample, with input, output and score."""
+        texts = []
+        for index, (prompt, response, score) in enumerate(samples):
+            text = f"input: {prompt}\n\n---\n\noutput: {response}\n\n---\n\nscore: {score}"
+            texts.append(self._swanlab.Text(text, caption=f"sample {index + 1}"))
+        self._swanlab.log({"val/generations": texts}, step=step)
+
     def finish(self, *, is_done: bool = True) -> None:
         self._swanlab.finish(state="success" if is_done else "crashed")
-
-
-def log_generations(samples: Sequence[Sequence[Any]], step: int) -> None:
-    """The texts ``val/generations`` of the current run, one for each sample, with input, output and score."""
-    import swanlab
-
-    texts = []
-    for index, (prompt, response, score) in enumerate(samples):
-        text = f"input: {prompt}\n\n---\n\noutput: {response}\n\n---\n\nscore: {score}"
-        texts.append(swanlab.Text(text, caption=f"sample {index + 1}"))
-    swanlab.log({"val/generations": texts}, step=step)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from verl.utils.trackers import COLUMNS
+
 
 class TrackioLogger:
     """A run of Trackio.
@@ -14,13 +16,7 @@ class TrackioLogger:
     """
 
     def __init__(
-        self,
-        project_name: str,
-        experiment_name: str,
-        config: Mapping[str, Any] | None,
-        *,
-        directory: str | None = None,
-        run_id: str | None = None,
+        self, project_name: str, experiment_name: str, config: Mapping[str, Any], directory: str, run_id: str | None
     ) -> None:
         import trackio
 
@@ -28,7 +24,7 @@ class TrackioLogger:
         run = trackio.init(
             project=project_name,
             name=run_id or experiment_name,
-            config=dict(config or {}),
+            config=dict(config),
             resume="allow" if run_id else "never",
             embed=False,
         )
@@ -37,13 +33,10 @@ class TrackioLogger:
     def log(self, data: Mapping[str, Any], step: int) -> None:
         self._trackio.log(dict(data), step=step)
 
+    def log_generations(self, samples: Sequence[Sequence[Any]], step: int) -> None:
+        """The table ``val/generations``: a row with (input, output, score) of each sample."""
+        table = self._trackio.Table(columns=COLUMNS, data=[[step, *sample] for sample in samples])
+        self._trackio.log({"val/generations": table}, step=step)
+
     def finish(self, *, is_done: bool = True) -> None:
         self._trackio.finish()
-
-
-def log_generations(samples: Sequence[Sequence[Any]], step: int) -> None:
-    """The table ``val/generations`` of the current run: a row with (input, output, score) of each sample."""
-    import trackio
-
-    rows = [[step, *sample] for sample in samples]
-    trackio.log({"val/generations": trackio.Table(columns=["step", "input", "output", "score"], data=rows)}, step=step)

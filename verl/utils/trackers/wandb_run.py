@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from verl.utils.trackers import COLUMNS
+
 
 class WandbLogger:
     """A run of wandb.
@@ -16,13 +18,7 @@ class WandbLogger:
     """
 
     def __init__(
-        self,
-        project_name: str,
-        experiment_name: str,
-        config: Mapping[str, Any] | None,
-        *,
-        directory: str | None = None,
-        run_id: str | None = None,
+        self, project_name: str, experiment_name: str, config: Mapping[str, Any], directory: str, run_id: str | None
     ) -> None:
         import wandb
 
@@ -32,7 +28,7 @@ class WandbLogger:
         self._run = wandb.init(
             project=project_name,
             name=experiment_name,
-            config=dict(config or {}),
+            config=dict(config),
             dir=folder,
             id=run_id,
             resume=resume,
@@ -42,18 +38,15 @@ class WandbLogger:
     def log(self, data: Mapping[str, Any], step: int) -> None:
         self._run.log(dict(data), step=step)
 
+    def log_generations(self, samples: Sequence[Sequence[Any]], step: int) -> None:
+        """The table ``val/generations``: a row with (input, output, score) of each sample.
+
+        wandb keeps a table per step, since a table that was logged cannot grow.
+        """
+        table = self._wandb.Table(columns=COLUMNS, data=[[step, *sample] for sample in samples])
+        self._run.log({"val/generations": table}, step=step)
+
     def finish(self, *, is_done: bool = True) -> None:
         exit_code = 0 if is_done else 1
         self._run.finish(exit_code=exit_code)
         self._wandb.teardown(exit_code=exit_code)  # ends wandb's own process
-
-
-def log_generations(samples: Sequence[Sequence[Any]], step: int) -> None:
-    """The table ``val/generations`` of the current run: a row with (input, output, score) of each sample.
-
-    wandb keeps a table per step, since a table that was logged cannot grow.
-    """
-    import wandb
-
-    rows = [[step, *sample] for sample in samples]
-    wandb.log({"val/generations": wandb.Table(columns=["step", "input", "output", "score"], data=rows)}, step=step)

@@ -1,6 +1,5 @@
 """The policy update."""
 
-from .base import BasePPOActor
 from .megatron_actor import MegatronPPOActor
 
-__all__ = ["BasePPOActor", "MegatronPPOActor"]
+__all__ = ["MegatronPPOActor"]

@@ -1,8 +1,8 @@
-"""What a policy loss reads of a mini-batch."""
+"""The tensors of the loss for a mini-batch, and the same for the scored tokens of a micro-batch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.distributed as dist
@@ -18,21 +18,10 @@ from verl.utils.megatron.packed_batch import PackedMicroBatch
 from verl.utils.megatron.reduce import reduce_over
 from verl.workers.config import ActorConfig
 
-_BY_TOKEN = (
-    "weights",
-    "policy_weights",
-    "advantages",
-    "old_log_probs",
-    "ref_log_prob",
-    "rollout_log_probs",
-    "rollout_is_weights",
-)
-_WEIGHTED = {"advantages", "old_log_probs", "ref_log_prob", "rollout_is_weights"}  # no NaN where the weight is 0
 
-
-@dataclass(frozen=True)
-class LossInputs:
-    """The inputs of the loss for one mini-batch, all fp32 [B, R] of this data-parallel rank's rows, on the host.
+@dataclass(frozen=True, kw_only=True)
+class TokenInputs:
+    """The inputs of the loss, one value per token: fp32 [B, R] of a mini-batch or [S] of a micro-batch.
 
     Attributes:
         weights: token weights such that sum(weights * loss) over every rank is the aggregated loss; 0 where a rollout
@@ -41,24 +30,47 @@ class LossInputs:
         old_log_probs: log-probs of the policy that acted; None when it is provably the one being updated.
         ref_log_prob: log-probs of the reference; None without a KL loss, and on stages before the last.
         rollout_log_probs: log-probs of the rollout engine; None when it did not report them.
-        response_lengths: response tokens of each row, [B].
         rollout_is_weights: factors of the policy loss from a rollout correction; None without one.
-        anchors_on_rollout: ``bypass_mode``: the old log-probs are those of the rollout.
         policy_weights: the weights of the policy loss, where it is defined with an aggregation of its own.
+    """
+
+    weights: Tensor
+    advantages: Tensor
+    old_log_probs: Tensor | None = None
+    ref_log_prob: Tensor | None = None
+    rollout_log_probs: Tensor | None = None
+    rollout_is_weights: Tensor | None = None
+    policy_weights: Tensor | None = None
+
+    def at(self, micro: PackedMicroBatch, device: torch.device) -> TokenInputs:
+        """[S] of every input that is there for the scored tokens of ``micro``; one copy to ``device``.
+
+        Where the weight is 0 there is no NaN, but for the rollout's log-probs, which are compared everywhere.
+        """
+        given = {key.name: getattr(self, key.name) for key in fields(TokenInputs)}
+        found = {name: values[micro.rows_S, micro.cols_S] for name, values in given.items() if values is not None}
+        for name in found.keys() - {"rollout_log_probs"}:
+            found[name] = finite_outside(found[name], found["weights"])
+        if device.type != "cpu":
+            moved = async_h2d(torch.stack([values.float() for values in found.values()]), device)
+            found = dict(zip(found, moved, strict=True))
+        return TokenInputs(**found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossInputs(TokenInputs):
+    """The inputs of the loss for one mini-batch, [B, R] of this data-parallel rank's rows, on the host.
+
+    Attributes:
+        response_lengths: response tokens of each row, [B].
+        anchors_on_rollout: ``bypass_mode``: the old log-probs are those of the rollout.
         num_kept_tokens, num_sequences: tokens whose weight is not 0, and rows with any, of the mini-batch on all ranks.
         num_tokens: tokens of the mini-batch on all ranks, with prompts.
         num_response_tokens: response tokens of the mini-batch on all ranks.
     """
 
-    weights: Tensor
-    advantages: Tensor
-    old_log_probs: Tensor | None
-    ref_log_prob: Tensor | None
-    rollout_log_probs: Tensor | None
     response_lengths: Tensor
-    rollout_is_weights: Tensor | None = None
     anchors_on_rollout: bool = False
-    policy_weights: Tensor | None = None
     num_kept_tokens: float = 1.0
     num_sequences: float = 1.0
     num_tokens: float = 1.0
@@ -101,23 +113,12 @@ class LossInputs:
             old_log_probs=batch.get("rollout_log_probs" if anchors_on_rollout else "old_log_probs", None),
             ref_log_prob=batch["ref_log_prob"] if config.use_kl_loss and is_last else None,
             rollout_log_probs=batch.get("rollout_log_probs", None),
-            response_lengths=response_mask.sum(-1),
             rollout_is_weights=batch.get("rollout_is_weights", None),
-            anchors_on_rollout=anchors_on_rollout,
             policy_weights=policy_weights,
+            response_lengths=response_mask.sum(-1),
+            anchors_on_rollout=anchors_on_rollout,
             num_kept_tokens=num_kept,
             num_sequences=num_sequences,
             num_tokens=max(num_tokens, 1.0),
             num_response_tokens=max(num_scored, 1.0),
         )
-
-    def at(self, micro: PackedMicroBatch, device: torch.device) -> dict[str, Tensor]:
-        """[S] of every input that is there for the scored tokens of ``micro``, by its name; one copy to ``device``."""
-        given = {name: values for name in _BY_TOKEN if (values := getattr(self, name)) is not None}
-        found = {name: values[micro.rows_S, micro.cols_S] for name, values in given.items()}
-        for name in _WEIGHTED & found.keys():
-            found[name] = finite_outside(found[name], found["weights"])
-        if device.type == "cpu":
-            return found
-        moved = async_h2d(torch.stack([values.float() for values in found.values()]), device)
-        return dict(zip(found, moved, strict=True))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,27 +26,28 @@ from megatron.core.tensor_parallel.cross_entropy import (
 from megatron.core.transformer.moe.aux_loss import collect_moe_aux_losses, set_aux_loss_scale
 from megatron.core.transformer.moe.expert_load import collect_expert_loads
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.moe.router_replay import MicroBatchRouting, RouterReplay
+from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock, collect_mtp_losses
 from megatron.core.transformer.transformer_config import TransformerConfig
 from verl.protocol import DataProto
 from verl.trainer.config.algorithm import RolloutCorrectionSection
+from verl.trainer.ppo.rollout_correction import corrected
 from verl.utils.megatron.packed_batch import PackedMicroBatch, pack_micro_batch, padded_lengths, scatter_to_rows
 from verl.utils.megatron.reduce import reduce_over
 from verl.utils.partitions import get_seqlen_balanced_partitions, partitions_within, split_to
-from verl.workers.actor.base import BasePPOActor
 from verl.workers.actor.loss_inputs import LossInputs
-from verl.workers.actor.policy_loss import PolicyLoss, UpdateMetrics, corrected
-from verl.workers.actor.routing_rows import FROM_ROLLOUT, RoutingRows, with_row_numbers
+from verl.workers.actor.policy_loss import PolicyLoss
+from verl.workers.actor.routing import RolloutRouting, Routing, TracedRouting
+from verl.workers.actor.update_metrics import MicroReport, UpdateMetrics
 from verl.workers.config import ActorConfig
 
 logger = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
-LossFunc = Callable[[Tensor, PackedMicroBatch], tuple[Tensor, dict]]
+LossFunc = Callable[[Tensor, PackedMicroBatch], tuple[Tensor, Any]]  # -> (loss, what it reports)
 
 
-class MegatronPPOActor(BasePPOActor):
+class MegatronPPOActor:
     """The policy of one rank: a stage of the model, its optimizer, and how batches run through them.
 
     Every rank of a data-parallel replica gets the same rows, on the host; results live on the last pipeline stage.
@@ -72,10 +73,8 @@ class MegatronPPOActor(BasePPOActor):
         self.actor_optimizer = actor_optimizer
         self.scheduler = scheduler
         self._forward_backward = get_forward_backward_func(groups)
-        is_replayed = config.replays_routing and actor_optimizer is not None and tf_config.num_moe_experts is not None
-        self._replay = RouterReplay(tf_config.num_moe_experts or 0, groups) if is_replayed else None
-        self._routing: RoutingRows | None = None  # the routing of the last compute_log_prob (R2)
         self._all_moe_layers = [layer for layer in range(tf_config.num_layers) if tf_config.is_moe_layer(layer)]
+        self.routing = self._new_routing()
 
     @property
     def device(self) -> torch.device:
@@ -88,8 +87,7 @@ class MegatronPPOActor(BasePPOActor):
     @property
     def scored_columns(self) -> tuple[str, ...]:
         """The columns that ``compute_log_prob`` reads on this stage."""
-        is_routed = self._replay is not None and self.config.takes_rollout_routing
-        return ("input_ids", "attention_mask", "response_mask", *((FROM_ROLLOUT,) if is_routed else ()))
+        return ("input_ids", "attention_mask", "response_mask", *self.routing.columns)
 
     @property
     def trained_columns(self) -> tuple[str, ...]:
@@ -119,33 +117,19 @@ class MegatronPPOActor(BasePPOActor):
         """
         temperature = float(data.meta_info["temperature"])
 
-        def score(logits_SV: Tensor, micro: PackedMicroBatch) -> tuple[Tensor, dict]:
-            log_probs_S = self._log_probs(logits_SV, micro, temperature)
-            return log_probs_S.new_zeros(()), {"log_probs_S": log_probs_S}
+        def score(logits_SV: Tensor, micro: PackedMicroBatch) -> tuple[Tensor, Tensor]:
+            log_probs_S = self._log_probs(scaled(logits_SV, temperature), micro)
+            return log_probs_S.new_zeros(()), log_probs_S
 
         self.actor_module.eval()
-        replay = self._replay
-        routing: Callable[[PackedMicroBatch], MicroBatchRouting] | None = None
-        if replay is not None and self.config.takes_rollout_routing:
-            rows, data = self._rollout_routing(data)
-            routing = functools.partial(rows.replayed, replay, data=data)
-        elif replay is not None:
-            routing = lambda micro: replay.record()  # noqa: E731
-        outputs, micro_batches = self.forward_backward_batch(
-            data,
-            score,
-            forward_only=True,
-            micro_batch_size=micro_batch_size,
-            max_token_len=max_token_len,
-            routing=routing,
+        data = self.routing.begin_scoring(data)
+        log_probs_S, micro_batches = self.forward_backward_batch(
+            data, score, forward_only=True, micro_batch_size=micro_batch_size, max_token_len=max_token_len
         )
-        if replay is not None and self.config.records_routing:
-            self._routing = RoutingRows.traced(replay, micro_batches, data, self.groups, self.device)
+        self.routing.end_scoring(data, micro_batches)
         if not self.is_last_stage:
             return None
-        log_probs_BR = scatter_to_rows(
-            [out["log_probs_S"] for out in outputs], micro_batches, data.batch["response_mask"].shape
-        )
+        log_probs_BR = scatter_to_rows(log_probs_S, micro_batches, data.batch["response_mask"].shape)
         # With context parallelism each token was scored by one rank, and is zero on the others.
         return reduce_over(log_probs_BR, self.groups.cp, dist.ReduceOp.SUM, self.device)
 
@@ -154,13 +138,7 @@ class MegatronPPOActor(BasePPOActor):
         assert self.actor_optimizer is not None, "update_policy needs an optimizer"
         self.actor_module.train()
         metrics = UpdateMetrics(self.groups, self.device)
-        if self._replay is not None and self.config.takes_rollout_routing:
-            self._routing, data = self._rollout_routing(data)
-        elif self._replay is not None:
-            if self._routing is None:
-                raise ValueError("router replay: compute_log_prob must record the rows before update_policy")
-            self._routing.check(data)
-            data = with_row_numbers(data)
+        data = self.routing.begin_update(data)
         corrections: dict[str, float] = {}
         if self.is_last_stage and self.rollout_correction.is_on:
             data, corrections = corrected(data, self.rollout_correction, self.groups, self.device)
@@ -168,13 +146,19 @@ class MegatronPPOActor(BasePPOActor):
             self._update_minibatch(mini_batch, metrics)
         if self.scheduler is not None:
             self.scheduler.step(1)  # one per training step, as upstream, however many mini-batches it has
-        self._routing = None
+        self.routing.end_update()
         counted = model_metrics(self.actor_module, self.tf_config, self.groups)
         return metrics.result() | corrections | counted if self.is_last_stage else {}
 
-    def _rollout_routing(self, data: DataProto) -> tuple[RoutingRows, DataProto]:
-        """The rollout's experts in this stage's layers, and ``data`` with the row numbers to find them by."""
-        return RoutingRows.from_rollout(data, self._moe_layers(), self._all_moe_layers), with_row_numbers(data)
+    def _new_routing(self) -> Routing:
+        """Replay is for what is trained: without an optimizer, or without experts, the gate chooses."""
+        num_experts = self.tf_config.num_moe_experts
+        if not self.config.replays_routing or self.actor_optimizer is None or num_experts is None:
+            return Routing()
+        replay = RouterReplay(num_experts, self.groups)
+        if self.config.takes_rollout_routing:
+            return RolloutRouting(replay, self._moe_layers(), self._all_moe_layers)
+        return TracedRouting(replay, self.groups, self.device)
 
     def _moe_layers(self) -> list[int]:
         """The global numbers of this stage's MoE layers, without those of MTP modules."""
@@ -204,47 +188,40 @@ class MegatronPPOActor(BasePPOActor):
         inputs = LossInputs.from_batch(
             data, self.config, self.groups, self.device, anchors_on_rollout=anchors_on_rollout
         )
-        loss = PolicyLoss(self.config, inputs, self.groups.cp if self.groups.cp.size() > 1 else None)
+        loss_of = PolicyLoss(self.config, inputs, self.groups.cp if self.groups.cp.size() > 1 else None)
         set_auxiliary_scales(self.actor_module, inputs.num_tokens, inputs.num_response_tokens)
         temperature = float(data.meta_info["temperature"])
 
         losses: list[Tensor] = []
 
-        def kept_loss(logits_SV: Tensor, micro: PackedMicroBatch) -> tuple[Tensor, dict]:
-            result = policy_loss(logits_SV, micro)
-            losses.append(result[0].detach())
-            return result
-
-        def policy_loss(logits_SV: Tensor, micro: PackedMicroBatch) -> tuple[Tensor, dict]:
-            logits_SV = logits_SV if temperature == 1.0 else logits_SV / temperature
+        def policy_loss(logits_SV: Tensor, micro: PackedMicroBatch) -> tuple[Tensor, MicroReport]:
+            logits_SV = scaled(logits_SV, temperature)
             if self.config.entropy_coeff == 0:
                 losses_S, entropy_S = vocab_parallel_cross_entropy_and_entropy(
                     logits_SV, micro.labels_S, self.groups.tp, self.ops
                 )
-                return loss(-losses_S, entropy_S, micro)
-            log_probs_S = self._log_probs(logits_SV, micro, 1.0)
-            entropy_S = vocab_parallel_entropy(logits_SV, self.groups.tp, self.ops)
-            return loss(log_probs_S, entropy_S, micro)
+                log_probs_S = -losses_S
+            else:
+                log_probs_S = self._log_probs(logits_SV, micro)
+                entropy_S = vocab_parallel_entropy(logits_SV, self.groups.tp, self.ops)
+            loss, report = loss_of(log_probs_S, entropy_S, micro)
+            losses.append(loss.detach())
+            return loss, report
 
-        replay, traced = self._replay, self._routing
-        routing = None
-        if replay is not None and traced is not None:
-            routing = functools.partial(traced.replayed, replay, data=data)
         self.actor_optimizer.zero_grad()
         with record_function("forward_backward"):
-            outputs, _ = self.forward_backward_batch(
+            reports, _ = self.forward_backward_batch(
                 data,
-                kept_loss,
+                policy_loss,
                 forward_only=False,
                 micro_batch_size=self.config.ppo_micro_batch_size_per_gpu,
                 max_token_len=self.config.ppo_max_token_len_per_gpu if self.config.use_dynamic_bsz else None,
-                routing=routing,
             )
         assert isinstance(self.actor_module, DistributedDataParallel)
         with record_function("optimizer_step"):
             finalize_model_grads(self.actor_module, self.groups)
             has_stepped, grad_norm = self._optimizer_step(losses, data)
-        metrics.add(outputs, grad_norm, self.actor_optimizer.param_groups[0]["lr"], has_stepped)
+        metrics.add(reports, grad_norm, self.actor_optimizer.param_groups[0]["lr"], has_stepped)
 
     def _optimizer_step(self, losses: list[Tensor], data: DataProto) -> tuple[bool, float]:
         """Return whether the parameters were updated, and the gradient norm; an error says which training step it is.
@@ -266,14 +243,11 @@ class MegatronPPOActor(BasePPOActor):
         forward_only: bool,
         micro_batch_size: int | None,
         max_token_len: int | None,
-        routing: Callable[[PackedMicroBatch], MicroBatchRouting] | None = None,
-    ) -> tuple[list[dict], list[PackedMicroBatch]]:
+    ) -> tuple[list[Any], list[PackedMicroBatch]]:
         """Runs all rows of ``data`` through the pipeline; gradients are the plain sum of the micro-batch losses.
 
-        ``routing`` returns the tracing or replaying of the experts of a micro-batch.
-
         Returns:
-            loss_func's dicts (last stage; empty elsewhere) and the micro-batches they belong to, in the same order.
+            loss_func's reports (last stage; empty elsewhere) and the micro-batches they belong to, in the same order.
         """
         batch, layout = data.batch, self.groups.layout
         cp = layout.context_parallel_size
@@ -297,14 +271,13 @@ class MegatronPPOActor(BasePPOActor):
             ).to(self.device)
             for rows in chunks
         ]
-        if routing is not None:
-            micro_batches = [micro.with_routing(routing(micro)) for micro in micro_batches]
+        micro_batches = [micro.with_routing(self.routing.of_micro_batch(micro, data)) for micro in micro_batches]
         outputs = self._run_pipeline(micro_batches, loss_func, forward_only)
         return outputs, micro_batches
 
     def _run_pipeline(
         self, micro_batches: Sequence[PackedMicroBatch], loss_func: LossFunc, forward_only: bool
-    ) -> list[dict]:
+    ) -> list[Any]:
         has_mtp = self.tf_config.mtp_num_layers is not None and not forward_only
 
         def forward_step(iterator: Iterator[PackedMicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable]:
@@ -331,10 +304,13 @@ class MegatronPPOActor(BasePPOActor):
             tensor_shapes=[(micro.num_tokens // tp, hidden) for micro in micro_batches],
         )
 
-    def _log_probs(self, logits_SV: Tensor, micro: PackedMicroBatch, temperature: float) -> Tensor:
-        # The policy that acted is softmax(logits / T); training must score that one (upstream leaves T out).
-        scaled_SV = logits_SV if temperature == 1.0 else logits_SV / temperature
-        return -vocab_parallel_cross_entropy(scaled_SV, micro.labels_S, self.groups.tp, self.ops)
+    def _log_probs(self, logits_SV: Tensor, micro: PackedMicroBatch) -> Tensor:
+        return -vocab_parallel_cross_entropy(logits_SV, micro.labels_S, self.groups.tp, self.ops)
+
+
+def scaled(logits_SV: Tensor, temperature: float) -> Tensor:
+    """The policy that acted is softmax(logits / T); training must score that one (upstream leaves T out)."""
+    return logits_SV if temperature == 1.0 else logits_SV / temperature
 
 
 def split_rows(

@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from verl.protocol import DataProto
-from verl.utils.reward_score import default_compute_score
+from verl.utils.dataset.rl_dataset import setting
 from verl.workers.config import OverlongBufferConfig
-from verl.workers.reward_manager.abstract import AbstractRewardManager, RawRewardFn
+from verl.workers.reward_manager.abstract import RawRewardFn
+from verl.workers.reward_manager.naive import NaiveRewardManager, Rewards
 from verl.workers.reward_manager.registry import register
-from verl.workers.reward_manager.samples import (
-    extra_info_of,
-    grade,
-    grading_samples,
-    log_examples,
-    reported,
-    rewards_on_last_tokens,
-    score_of,
-    scores_of_a_model,
-)
+from verl.workers.reward_manager.samples import GradingSample, extra_info_of
 
 
 @register("dapo")
-class DAPORewardManager(AbstractRewardManager):
+class DAPORewardManager(NaiveRewardManager):
     """Grades like NaiveRewardManager and adds ``overlong_penalty``; a result that is a number is the part ``acc``, too.
-
-    A run with ``reward_model.reward_manager=dapo`` grades in processes instead (``PooledRewardManager``).
 
     Args:
         max_resp_len: tokens of the longest response.
@@ -45,28 +35,20 @@ class DAPORewardManager(AbstractRewardManager):
         max_resp_len: int | None = None,
         overlong_buffer_cfg: Any = None,
     ) -> None:
-        self.tokenizer = tokenizer
-        self.num_examine = num_examine
-        self.compute_score = compute_score or default_compute_score
-        self.reward_fn_key = reward_fn_key
+        super().__init__(tokenizer, num_examine, compute_score, reward_fn_key)
         self.max_resp_len = max_resp_len
-        self.overlong_buffer_cfg = _buffer(overlong_buffer_cfg)
-        buffer = self.overlong_buffer_cfg
+        given = {key.name: setting(overlong_buffer_cfg, key.name, None) for key in fields(OverlongBufferConfig)}
+        buffer = OverlongBufferConfig(**{name: value for name, value in given.items() if value is not None})
+        self.overlong_buffer_cfg = buffer
         if buffer.enable and not 1 <= buffer.len <= (max_resp_len or 0):
             raise ValueError(
                 f"overlong_buffer_cfg.len is {buffer.len} and max_resp_len {max_resp_len}; expected a buffer of 1 to "
                 "max_resp_len tokens"
             )
 
-    def __call__(self, data: DataProto, return_dict: bool = False) -> Tensor | dict[str, Any]:
-        given = scores_of_a_model(data, return_dict=return_dict)
-        if given is not None:
-            return given
-        samples = grading_samples(data, self.tokenizer, self.reward_fn_key)
-        results = [grade(self.compute_score, sample) for sample in samples]
-        log_examples(samples, results, self.num_examine)
-        scores = [score_of(result) for result in results]
-        extra = extra_info_of([r if isinstance(r, dict) else {"acc": r} for r in results])
+    def _rewards(self, samples: Sequence[GradingSample], results: Sequence[Any]) -> Rewards:
+        scores, _ = super()._rewards(samples, results)
+        extra = extra_info_of([result if isinstance(result, dict) else {"acc": result} for result in results])
         buffer = self.overlong_buffer_cfg
         if buffer.enable:
             assert self.max_resp_len is not None
@@ -75,7 +57,7 @@ class DAPORewardManager(AbstractRewardManager):
             scores = [score + penalty for score, penalty in zip(scores, penalties, strict=True)]
             if buffer.log:
                 extra |= {"overlong_reward": penalties, "overlong": [penalty < 0 for penalty in penalties]}
-        return reported(rewards_on_last_tokens(scores, samples, data), extra, return_dict=return_dict)
+        return scores, extra
 
 
 def overlong_penalty(lengths_B: Tensor, max_response_length: int, buffer: OverlongBufferConfig) -> Tensor:
@@ -85,12 +67,3 @@ def overlong_penalty(lengths_B: Tensor, max_response_length: int, buffer: Overlo
     """
     excess_B = lengths_B.float() - (max_response_length - buffer.len)
     return -buffer.penalty_factor * (excess_B / buffer.len).clamp(min=0.0, max=1.0)
-
-
-def _buffer(given: Any) -> OverlongBufferConfig:
-    if given is None or isinstance(given, OverlongBufferConfig):
-        return given or OverlongBufferConfig()
-    names = ("enable", "len", "penalty_factor", "log")
-    if isinstance(given, Mapping):
-        return OverlongBufferConfig(**{name: given[name] for name in names if name in given})
-    return OverlongBufferConfig(**{name: getattr(given, name) for name in names if hasattr(given, name)})

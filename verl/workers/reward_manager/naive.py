@@ -1,9 +1,11 @@
-"""The manager that grades one response after the other, in this process."""
+"""The manager that grades one response after the other, in this process, and what the others change about it."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from verl.protocol import DataProto
@@ -11,23 +13,30 @@ from verl.utils.reward_score import default_compute_score
 from verl.workers.reward_manager.abstract import AbstractRewardManager, RawRewardFn
 from verl.workers.reward_manager.registry import register
 from verl.workers.reward_manager.samples import (
+    GradingSample,
     extra_info_of,
     grade,
     grading_samples,
     log_examples,
-    reported,
     rewards_on_last_tokens,
     score_of,
-    scores_of_a_model,
 )
+
+Rewards = tuple[list[float], dict[str, list[Any]]]  # of each response; its other numbers and texts by name
 
 
 @register("naive")
 class NaiveRewardManager(AbstractRewardManager):
-    """Puts each response's score on its last token.
+    """Puts each response's score on its last token; scores ``rm_scores`` that a batch brings are its rewards.
 
-    A run with ``reward_model.reward_manager=naive`` grades in processes instead (``PooledRewardManager``).
+    A run with ``reward_model.reward_manager`` naive, batch, prime or dapo grades in processes instead
+    (``PooledRewardManager``).
+
+    Attributes:
+        adds_acc: the scores become the column ``acc`` of the batch too, float32 [B].
     """
+
+    adds_acc: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -42,11 +51,22 @@ class NaiveRewardManager(AbstractRewardManager):
         self.reward_fn_key = reward_fn_key
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> Tensor | dict[str, Any]:
-        given = scores_of_a_model(data, return_dict=return_dict)
-        if given is not None:
-            return given
-        samples = grading_samples(data, self.tokenizer, self.reward_fn_key)
-        results = [grade(self.compute_score, sample) for sample in samples]
-        log_examples(samples, results, self.num_examine)
-        rewards = rewards_on_last_tokens([score_of(result) for result in results], samples, data)
-        return reported(rewards, extra_info_of(results), return_dict=return_dict)
+        if "rm_scores" in data.batch:
+            rewards = data.batch["rm_scores"]
+            extra = {name: list(data.non_tensor_batch[name]) for name in data.meta_info.get("reward_extra_keys", [])}
+        else:
+            samples = grading_samples(data, self.tokenizer, self.reward_fn_key)
+            results = self._grade(samples)
+            log_examples(samples, results, self.num_examine)
+            scores, extra = self._rewards(samples, results)
+            if self.adds_acc:
+                data.batch["acc"] = torch.tensor(scores, dtype=torch.float32)
+            rewards = rewards_on_last_tokens(scores, samples, data)
+        return {"reward_tensor": rewards, "reward_extra_info": extra} if return_dict else rewards
+
+    def _grade(self, samples: Sequence[GradingSample]) -> list[Any]:
+        """What the function returns for each sample: a number, or a dict with ``score``."""
+        return [grade(self.compute_score, sample) for sample in samples]
+
+    def _rewards(self, samples: Sequence[GradingSample], results: Sequence[Any]) -> Rewards:
+        return [score_of(result) for result in results], extra_info_of(results)

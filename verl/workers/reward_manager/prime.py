@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from verl.protocol import DataProto
 from verl.workers.reward_manager.naive import NaiveRewardManager
 from verl.workers.reward_manager.registry import register
-from verl.workers.reward_manager.samples import (
-    GradingSample,
-    grade,
-    grading_samples,
-    reported,
-    rewards_on_last_tokens,
-    score_of,
-    scores_of_a_model,
-)
+from verl.workers.reward_manager.samples import GradingSample, grade, grading_samples, score_of
 
 logger = logging.getLogger(__name__)
 
@@ -29,28 +20,19 @@ _NUM_THREADS = 16
 
 @register("prime")
 class PrimeRewardManager(NaiveRewardManager):
-    """Grades in threads, which suits functions that wait for something, a server or a program.
+    """Grades in threads, which suits functions that wait for something, a server or a program."""
 
-    A run with ``reward_model.reward_manager=prime`` grades in processes instead (``PooledRewardManager``).
-    """
+    adds_acc = True
 
     def verify(self, data: DataProto) -> list[float]:
         """The score of each row, 0 where its function raised; also the column ``acc`` of ``data``, float32 [B]."""
-        return self._verify(grading_samples(data, self.tokenizer, self.reward_fn_key), data)
-
-    def __call__(self, data: DataProto, return_dict: bool = False) -> Tensor | dict[str, Any]:
-        given = scores_of_a_model(data, return_dict=return_dict)
-        if given is not None:
-            return given
-        samples = grading_samples(data, self.tokenizer, self.reward_fn_key)
-        rewards = rewards_on_last_tokens(self._verify(samples, data), samples, data)
-        return reported(rewards, {}, return_dict=return_dict)
-
-    def _verify(self, samples: list[GradingSample], data: DataProto) -> list[float]:
-        with ThreadPoolExecutor(_NUM_THREADS) as threads:
-            scores = list(threads.map(self._score, samples))
+        scores = self._grade(grading_samples(data, self.tokenizer, self.reward_fn_key))
         data.batch["acc"] = torch.tensor(scores, dtype=torch.float32)
         return scores
+
+    def _grade(self, samples: Sequence[GradingSample]) -> list[float]:
+        with ThreadPoolExecutor(_NUM_THREADS) as threads:
+            return list(threads.map(self._score, samples))
 
     def _score(self, sample: GradingSample) -> float:
         try:

@@ -87,19 +87,6 @@ def rewards_on_last_tokens(rewards: Sequence[float], samples: Sequence[GradingSa
     return scores
 
 
-def reported(rewards: Tensor, extra: dict[str, list[Any]], *, return_dict: bool) -> Tensor | dict[str, Any]:
-    return {"reward_tensor": rewards, "reward_extra_info": extra} if return_dict else rewards
-
-
-def scores_of_a_model(data: DataProto, *, return_dict: bool) -> Tensor | dict[str, Any] | None:
-    """The scores ``rm_scores`` [B, R] that a batch may bring, which are then the rewards; None where it has none."""
-    if data.batch is None or "rm_scores" not in data.batch.keys():  # noqa: SIM118 - a TensorDict iterates over rows
-        return None
-    names = data.meta_info.get("reward_extra_keys", [])
-    extra = {name: list(data.non_tensor_batch[name]) for name in names}
-    return reported(data.batch["rm_scores"], extra, return_dict=return_dict)
-
-
 def log_examples(samples: Sequence[GradingSample], results: Sequence[Any], num_examine: int) -> None:
     """Logs the first ``num_examine`` samples of each data source."""
     seen: Counter[str] = Counter()

@@ -47,8 +47,8 @@ class OurStep:
         import torch
 
         from verl.protocol import DataProto
-        from verl.trainer.ppo.ray_trainer import compute_advantage
         from verl.trainer.ppo.schedules.generation import sampling_seeds
+        from verl.trainer.ppo.step_functions import compute_advantage
         from verl.workers.row_store import worker_batch
 
         self.num_steps += 1

@@ -33,17 +33,10 @@ def compute_rloo_outcome_advantage(
     return advantages, advantages
 
 
-@register_adv_est(AdvantageEstimator.RLOO_VECTORIZED)
-def compute_rloo_vectorized_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: GroupIndex,
-    epsilon: float = 1e-6,
-    config: Any = None,
-    **kwargs: object,
-) -> tuple[Tensor, Tensor]:
-    """The same as ``rloo``, which has no loop over rows here either; upstream's second name for it."""
-    return compute_rloo_outcome_advantage(token_level_rewards, response_mask, index, epsilon, config)
+# Upstream's second name for it: there is no loop over rows here either.
+compute_rloo_vectorized_outcome_advantage = register_adv_est(AdvantageEstimator.RLOO_VECTORIZED)(
+    compute_rloo_outcome_advantage
+)
 
 
 @register_adv_est(AdvantageEstimator.OPO)

@@ -46,19 +46,10 @@ def compute_grpo_outcome_advantage(
     return advantages, advantages
 
 
-@register_adv_est(AdvantageEstimator.GRPO_VECTORIZED)
-def compute_grpo_vectorized_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: GroupIndex,
-    epsilon: float = 1e-6,
-    norm_adv_by_std_in_grpo: bool = True,
-    config: Any = None,
-) -> tuple[Tensor, Tensor]:
-    """The same as ``grpo``, which has no loop over rows here either; upstream's second name for it."""
-    return compute_grpo_outcome_advantage(
-        token_level_rewards, response_mask, index, epsilon, norm_adv_by_std_in_grpo, config
-    )
+# Upstream's second name for it: there is no loop over rows here either.
+compute_grpo_vectorized_outcome_advantage = register_adv_est(AdvantageEstimator.GRPO_VECTORIZED)(
+    compute_grpo_outcome_advantage
+)
 
 
 @register_adv_est(AdvantageEstimator.GRPO_PASSK)

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from verl.trainer.ppo.policy_losses.registry import (
-    SequenceMean,
-    TokenLosses,
-    aggregated,
-    clamped_log_ratio,
-    computed_by_token,
-    register_policy_loss,
-)
+from verl.trainer.ppo.policy_losses.registry import SequenceMean, TokenLosses, clamped_log_ratio, loss_of_tokens
 from verl.workers.config import ActorConfig
 
 
-def token_losses(
+@loss_of_tokens("cispo")
+def compute_policy_loss_cispo(
     old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, config: ActorConfig, sequence_mean: SequenceMean
 ) -> TokenLosses:
     """L = -sg[clip(r, 1 - low, 1 + high)] A log_prob (equations 4 and 5), r = exp(log_prob - old_log_prob).
@@ -35,21 +27,4 @@ def token_losses(
         is_clipped=is_clipped,
         is_clipped_lower=torch.zeros_like(is_clipped),
         approx_kl=-log_ratio,
-    )
-
-
-@register_policy_loss("cispo")
-@computed_by_token(token_losses)
-def compute_policy_loss_cispo(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: Any = None,
-    rollout_is_weights: Tensor | None = None,
-) -> tuple[Tensor, dict[str, Any]]:
-    """The aggregated loss of rows [B, R], and its metrics; ``config`` has the clip ratios."""
-    return aggregated(
-        token_losses, old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights
     )

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from verl.trainer.ppo.aggregation import agg_loss
-from verl.trainer.ppo.policy_losses.registry import actor_config, register_policy_loss
+from verl.trainer.ppo.policy_losses.registry import register_policy_loss
 from verl.utils.masks import selected
+from verl.workers.config import ActorConfig
 
 
 @register_policy_loss("clip_cov")
@@ -24,7 +25,7 @@ def compute_policy_loss_clip_cov(
     advantages: Tensor,
     response_mask: Tensor,
     loss_agg_mode: str = "token-mean",
-    config: Any = None,
+    config: ActorConfig | None = None,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Any]]:
     """PPO's clipped loss without some tokens of high covariance.
@@ -34,7 +35,7 @@ def compute_policy_loss_clip_cov(
     seed, so that all ranks which share the tokens draw the same ones, and a resumed run too.
     """
     old_log_prob, log_prob, advantages = (selected(x, response_mask) for x in (old_log_prob, log_prob, advantages))
-    actor = actor_config(config)
+    actor = config or ActorConfig()
     policy_loss = actor.policy_loss
     ratio, approx_kl, num_tokens = _ratio_and_kl(old_log_prob, log_prob, response_mask)
     unclipped = -advantages * ratio
@@ -60,7 +61,7 @@ def compute_policy_loss_kl_cov(
     advantages: Tensor,
     response_mask: Tensor,
     loss_agg_mode: str = "token-mean",
-    config: Any = None,
+    config: ActorConfig | None = None,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Any]]:
     """-A r, plus ``policy_loss.ppo_kl_coef`` * abs(log r) on the tokens of highest covariance.
@@ -68,7 +69,7 @@ def compute_policy_loss_kl_cov(
     Those are the max(1, ``kl_cov_ratio`` * tokens) highest.
     """
     old_log_prob, log_prob, advantages = (selected(x, response_mask) for x in (old_log_prob, log_prob, advantages))
-    policy_loss = actor_config(config).policy_loss
+    policy_loss = (config or ActorConfig()).policy_loss
     ratio, approx_kl, num_tokens = _ratio_and_kl(old_log_prob, log_prob, response_mask)
     mask = response_mask > 0
     covariance = _covariance(log_prob, advantages, mask).masked_fill(~mask, float("-inf")).flatten()

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from verl.trainer.ppo.policy_losses.registry import (
-    SequenceMean,
-    TokenLosses,
-    aggregated,
-    clamped_log_ratio,
-    computed_by_token,
-    register_policy_loss,
-)
+from verl.trainer.ppo.policy_losses.registry import SequenceMean, TokenLosses, clamped_log_ratio, loss_of_tokens
 from verl.workers.config import ActorConfig
 
-AGGREGATION = "seq-mean-token-mean"
 
-
-def token_losses(
+@loss_of_tokens("geo_mean", own_agg_mode="seq-mean-token-mean")
+def compute_policy_loss_geo_mean(
     old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, config: ActorConfig, sequence_mean: SequenceMean
 ) -> TokenLosses:
     """L_t = -A sg[s] exp(c_t - sg[c_t]), s = exp(mean of c over the sequence), A the mean of its advantages.
@@ -38,21 +28,4 @@ def token_losses(
         is_clipped=is_clipped & (advantages > 0),
         is_clipped_lower=is_clipped & (advantages <= 0),
         approx_kl=-log_ratio.detach(),
-    )
-
-
-@register_policy_loss("geo_mean")
-@computed_by_token(token_losses, AGGREGATION)
-def compute_policy_loss_geo_mean(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: Any = None,
-    rollout_is_weights: Tensor | None = None,
-) -> tuple[Tensor, dict[str, Any]]:
-    """The mean over sequences of rows [B, R], whatever ``loss_agg_mode`` says, as upstream; and its metrics."""
-    return aggregated(
-        token_losses, old_log_prob, log_prob, advantages, response_mask, AGGREGATION, config, rollout_is_weights
     )

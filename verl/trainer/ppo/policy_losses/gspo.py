@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from verl.trainer.ppo.policy_losses.registry import (
-    SequenceMean,
-    TokenLosses,
-    aggregated,
-    computed_by_token,
-    register_policy_loss,
-)
+from verl.trainer.ppo.policy_losses.registry import SequenceMean, TokenLosses, loss_of_tokens
 from verl.workers.config import ActorConfig
 
 LARGEST_LOG_RATIO = 10.0  # of a sequence's mean: far beyond any clip range, and its exponential is finite
 
 
-def token_losses(
+@loss_of_tokens("gspo", default_agg_mode="seq-mean-token-mean")
+def compute_policy_loss_gspo(
     old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, config: ActorConfig, sequence_mean: SequenceMean
 ) -> TokenLosses:
     """L_t = max(-A_t s_t, -A_t clip(s_t, 1 - low, 1 + high)), s_t = sg[s] exp(log_prob_t - sg[log_prob_t]).
@@ -41,21 +34,4 @@ def token_losses(
         is_clipped=is_clipped,
         is_clipped_lower=torch.zeros_like(is_clipped),
         approx_kl=-log_ratio.detach(),
-    )
-
-
-@register_policy_loss("gspo")
-@computed_by_token(token_losses)
-def compute_policy_loss_gspo(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "seq-mean-token-mean",
-    config: Any = None,
-    rollout_is_weights: Tensor | None = None,
-) -> tuple[Tensor, dict[str, Any]]:
-    """The aggregated loss of rows [B, R], and its metrics; ``config`` has the clip ratios."""
-    return aggregated(
-        token_losses, old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights
     )

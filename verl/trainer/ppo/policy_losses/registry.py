@@ -8,8 +8,8 @@ the rows of a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from verl.trainer.ppo.aggregation import agg_loss
 from verl.utils.masks import selected
 from verl.utils.registry import Registry
 from verl.workers.config import ActorConfig
-from verl.workers.config.actor import PolicyLossConfig
 
 # (old_log_prob, log_prob, advantages, response_mask: [B, R], loss_agg_mode, config of the actor, rollout_is_weights:
 # [B, R] or None) -> (scalar loss, metrics)
@@ -78,12 +77,42 @@ def get_policy_loss_fn(name: str) -> PolicyLossFn:
     return LOSSES.get(name)
 
 
-def computed_by_token(losses: TokenLossFn, loss_agg_mode: str | None = None) -> Callable[[PolicyLossFn], PolicyLossFn]:
-    """Decorator that says how the engine computes a loss on packed tokens."""
+def loss_of_tokens(
+    name: str, *, default_agg_mode: str = "token-mean", own_agg_mode: str | None = None
+) -> Callable[[TokenLossFn], PolicyLossFn]:
+    """Decorator that makes a loss of tokens available as ``actor.policy_loss.loss_mode=name``, in upstream's form.
 
-    def decorate(function: PolicyLossFn) -> PolicyLossFn:
-        _TOKEN_FORMS[function] = TokenForm(losses, loss_agg_mode)
-        return function
+    The name of the decorated function is that form: rows [B, R] in, the aggregated loss and its metrics out.
+
+    Args:
+        default_agg_mode: the aggregation of a call that names none.
+        own_agg_mode: the aggregation that the loss is defined with, whatever a call or the config names.
+    """
+
+    def decorate(losses: TokenLossFn) -> PolicyLossFn:
+        def of_rows(
+            old_log_prob: Tensor,
+            log_prob: Tensor,
+            advantages: Tensor,
+            response_mask: Tensor,
+            loss_agg_mode: str = default_agg_mode,
+            config: ActorConfig | None = None,
+            rollout_is_weights: Tensor | None = None,
+        ) -> tuple[Tensor, dict[str, Any]]:
+            mask = response_mask.to(log_prob.dtype)
+            found = _losses_of_rows(losses, old_log_prob, log_prob, advantages, mask, config)
+            loss = found.loss if rollout_is_weights is None else found.loss * selected(rollout_is_weights, mask)
+            num_tokens = mask.sum().clamp(min=1)
+            metrics = {
+                "actor/pg_clipfrac": float((found.is_clipped * mask).sum() / num_tokens),
+                "actor/ppo_kl": float((found.approx_kl * mask).sum() / num_tokens),
+                "actor/pg_clipfrac_lower": float((found.is_clipped_lower * mask).sum() / num_tokens),
+            }
+            return agg_loss(loss, mask, own_agg_mode or loss_agg_mode), metrics
+
+        of_rows.__name__, of_rows.__module__, of_rows.__doc__ = losses.__name__, losses.__module__, losses.__doc__
+        _TOKEN_FORMS[of_rows] = TokenForm(losses, own_agg_mode)
+        return register_policy_loss(name)(of_rows)
 
     return decorate
 
@@ -93,52 +122,21 @@ def token_form(function: PolicyLossFn) -> TokenForm | None:
     return _TOKEN_FORMS.get(function)
 
 
-def aggregated(
+def _losses_of_rows(
     losses: TokenLossFn,
     old_log_prob: Tensor,
     log_prob: Tensor,
     advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str,
-    config: Any,
-    rollout_is_weights: Tensor | None,
-) -> tuple[Tensor, dict[str, Any]]:
-    """A loss of tokens in upstream's form: ``agg_loss`` of ``losses`` and its metrics, means over response tokens."""
-    mask = response_mask.to(log_prob.dtype)
+    mask: Tensor,
+    config: ActorConfig | None,
+) -> TokenLosses:
     old_log_prob, log_prob, advantages = (selected(each, mask) for each in (old_log_prob, log_prob, advantages))
     count = mask.sum(-1, keepdim=True).clamp(min=1)
 
     def sequence_mean(values: Tensor) -> Tensor:
         return ((values.detach() * mask).sum(-1, keepdim=True) / count).expand_as(values)
 
-    found = losses(old_log_prob, log_prob, advantages, actor_config(config), sequence_mean)
-    loss = found.loss if rollout_is_weights is None else found.loss * selected(rollout_is_weights, mask)
-    num_tokens = mask.sum().clamp(min=1)
-    metrics = {
-        "actor/pg_clipfrac": float((found.is_clipped * mask).sum() / num_tokens),
-        "actor/ppo_kl": float((found.approx_kl * mask).sum() / num_tokens),
-        "actor/pg_clipfrac_lower": float((found.is_clipped_lower * mask).sum() / num_tokens),
-    }
-    return agg_loss(loss, mask, loss_agg_mode), metrics
-
-
-def actor_config(config: Any) -> ActorConfig:
-    """What a loss reads of its config, which may be a mapping with some of the keys, or None: the defaults."""
-    if isinstance(config, ActorConfig):
-        return config
-    policy_loss = _given(config, "policy_loss")
-    names = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
-    found = {name: value for name in names if (value := _given(config, name)) is not None}
-    of_loss = {
-        field.name: value
-        for field in fields(PolicyLossConfig)
-        if (value := _given(policy_loss, field.name)) is not None
-    }
-    return ActorConfig(policy_loss=PolicyLossConfig(**of_loss), **found)
-
-
-def _given(config: Any, name: str) -> Any:
-    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+    return losses(old_log_prob, log_prob, advantages, config or ActorConfig(), sequence_mean)
 
 
 def clamped_log_ratio(old_log_prob: Tensor, log_prob: Tensor, largest: float = 20.0) -> Tensor:

@@ -1,1 +1,0 @@
-"""The lines of metrics that a run prints (upstream: ``verl.utils.logger``)."""
