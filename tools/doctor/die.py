@@ -59,12 +59,12 @@ def verdict(has_problem: bool) -> str:
 def checks_alone(rank: int, num_dies: int) -> list[Check]:
     """What a rank does by itself."""
     checks = die_ops.checks() if rank == 0 else []
-    return checks + (die_layer.checks() if rank == num_dies - 1 else [])
+    return checks + ([die_layer.CHECK] if rank == num_dies - 1 else [])
 
 
 def checks_together() -> list[Check]:
     """What all ranks do together, in this order."""
-    return [*die_experts.checks(), *die_groups.checks()]
+    return [die_experts.CHECK, *die_groups.checks()]
 
 
 def run_ranks(num_dies: int) -> tuple[dict[str, list[Finding]], list[str]]:

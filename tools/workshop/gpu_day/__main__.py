@@ -66,7 +66,7 @@ def _save(out: Path, device: str, rows: list[Row], took: dict[str, float]) -> No
     """Both files of the day, after every part: a day that is ended from outside has them too."""
     seconds = ", ".join(f"{part} {part_s:.0f}" for part, part_s in took.items())
     facts = [
-        _device_name(device),
+        torch.cuda.get_device_name() if device == "cuda" else "a CPU: tiny sizes, nothing is judged by its time",
         f"torch {torch.__version__}, Python {platform.python_version()}",
         time.strftime("%Y-%m-%d"),
         f"{sum(took.values()):.0f} s: {seconds}",
@@ -94,12 +94,6 @@ def _run(name: str, device: str, out: Path, limit_s: float) -> list[Row]:
         return found
     print(line(end), flush=True)
     return [*found, end]
-
-
-def _device_name(device: str) -> str:
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    return "a CPU: tiny sizes, nothing is judged by its time"
 
 
 def _options() -> argparse.Namespace:
