@@ -147,8 +147,18 @@ check_stack() {
         die "VENV_DIR=$VENV_DIR was made with STACK=$found, and STACK is $STACK: set STACK=$found, or name another VENV_DIR"
 }
 
-is_current() {
-    [ -x "$VENV_DIR/bin/python" ] && [ "$(cat "$VENV_DIR/.stamp-$LAYER" 2>/dev/null)" = "$WANTED" ]
+end_if_current() { # MESSAGE
+    [ -x "$VENV_DIR/bin/python" ] && [ "$(cat "$VENV_DIR/.stamp-$LAYER" 2>/dev/null)" = "$WANTED" ] || return 0
+    make_command
+    say "$1"
+    exit 0
+}
+
+# The folder itself is the lock: it survives --clear, and leaves no file behind.
+lock() { # FOLDER
+    command -v flock >/dev/null 2>&1 || return 0
+    exec 9<"$1"
+    flock 9
 }
 
 make_venv() {
@@ -265,10 +275,7 @@ if [ "$LAYER" = simulator ]; then
     [ -z "$(cuda_of_torch)" ] || die "$WANTS_CPU_BUILD"
     if ! simulator_is_current; then
         check_venv_dir NPU_VENV_DIR "$NPU_VENV_DIR"
-        if command -v flock >/dev/null 2>&1; then
-            exec 9<"$NPU_VENV_DIR"
-            flock 9
-        fi
+        lock "$NPU_VENV_DIR"
         simulator_is_current || make_simulator
         simulator_is_current || die "the environment in $NPU_VENV_DIR lacks torch_npu, or does not lie over $VENV_DIR: delete it and run this again"
     fi
@@ -286,22 +293,10 @@ fi
 WANTED="$(fingerprint)"
 RELEASE="$(sed -n 's/^torch==//p' "$REQUIREMENTS/base.txt")"
 
-if is_current; then
-    make_command
-    say "$VENV_DIR is up to date ($LAYER)"
-    exit 0
-fi
+end_if_current "$VENV_DIR is up to date ($LAYER)"
 check_venv_dir VENV_DIR "$VENV_DIR"
-if command -v flock >/dev/null 2>&1; then
-    # The folder itself is the lock: it survives --clear, and leaves no file behind.
-    exec 9<"$VENV_DIR"
-    flock 9
-    if is_current; then
-        make_command
-        say "$VENV_DIR was made by another run"
-        exit 0
-    fi
-fi
+lock "$VENV_DIR"
+end_if_current "$VENV_DIR was made by another run"
 started=$SECONDS
 trap 'say "stopped: the same command starts the set-up again"; exit 130' INT
 make_venv

@@ -15,7 +15,7 @@ from recipes.r1_zero.json_to_parquet import Problem, prompt_lengths
 from tests.hf_formats.own_code import SPECIAL, TOKENS, write_own_code_tokenizer
 from tests.mindspeed_llm.tiny import tiny_hf_config
 from tests.vllm.serving import write_served_checkpoint
-from tools.doctor import model
+from tools.doctor import host
 from tools.doctor.__main__ import examine
 from tools.doctor.finding import Options
 from tools.launch.checks import model_problems
@@ -70,7 +70,7 @@ def test_a_fast_file_beside_the_code_is_what_counts(tmp_path: Path) -> None:
             tokenizer = load(str(tmp_path))
             assert tokenizer.encode("hello 世") == plain.encode("hello 世") and tokenizer.eos_token_id == 1
     assert model_problems(tmp_path) == [] and not code.was_executed()
-    [found] = model.tokenizer(str(tmp_path))
+    [found] = host.tokenizer(str(tmp_path))
     assert not found.remedy
 
 

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from tests.parallel.launcher import run_ranks
 from tools.doctor import __main__ as doctor
-from tools.doctor import die, die_ops, die_ranks
+from tools.doctor import die, die_ops
 from tools.doctor.die_check import Check, Die
 from tools.doctor.finding import Finding
 from vllm.platforms import resolve_platform
 
 TIMEOUT_S = 200
-ROWS = [check.name for check in [*die_ranks.checks_alone(0, 1), *die_ranks.checks_together()]]
+ROWS = [check.name for check in [*die.checks_alone(0, 1), *die.checks_together()]]
 CASES = {case.name: case for case in die_ops.CASES}
 
 
@@ -38,9 +38,9 @@ def one_die() -> Die:
 
 def findings_of_this_rank() -> list[Finding]:
     platform, rank = resolve_platform("npu"), dist.get_rank()
-    die = Die(platform.device(rank), platform, rank, 2)
-    checks = [*die_ranks.checks_alone(rank, 2), *die_ranks.checks_together()]
-    return [die_ranks.finding_of(check, die) for check in checks]
+    own = Die(platform.device(rank), platform, rank, 2)
+    checks = [*die.checks_alone(rank, 2), *die.checks_together()]
+    return [die.finding_of(check, own) for check in checks]
 
 
 def test_every_check_passes_on_two_dies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,18 +105,18 @@ def test_what_a_check_raises_is_its_finding() -> None:
     def fail(_: Die) -> Finding:
         raise RuntimeError("error 507018\nand a long trace")
 
-    finding = die_ranks.finding_of(Check("op", fail), one_die())
+    finding = die.finding_of(Check("op", fail), one_die())
     assert finding.is_fatal and finding.value == "failed: RuntimeError: error 507018"
 
 
 def test_rows_of_ranks_that_did_not_end_well() -> None:
     """One die has nothing to exchange with; of several ranks the worst finding counts; no row is left out."""
-    alone = [Finding(check.name, "well") for check in die_ranks.checks_alone(0, 1)]
+    alone = [Finding(check.name, "well") for check in die.checks_alone(0, 1)]
     found = {finding.name: [finding] for finding in alone}
     on_one = die.rows(1, found, [])
     assert [row.name for row in on_one] == ROWS and not any(row.remedy for row in on_one)
     assert {row.value for row in on_one[len(alone) :]} == {"skipped: needs two dies"}
-    first = die_ranks.checks_together()[0].name
+    first = die.checks_together()[0].name
     found[first] = [Finding(first, "well"), Finding(first, "differs", "report it", is_fatal=True)]
     on_two = die.rows(2, found, ["rank 1 ended with exit code -11"])
     reached = len(alone) + 1

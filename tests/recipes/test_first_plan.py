@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from tools.launch.first_plan import (
 from tools.launch.job import Job, resolve_config
 from tools.launch.settings import read_settings
 from tools.plan.__main__ import main as plan_main
-from tools.plan.devices import GIB, load_device
+from tools.plan.devices import GIB, DeviceProfile, load_device
 
 SMALL = (
     "data.max_prompt_length=64",
@@ -127,22 +126,27 @@ def test_profiles_have_the_nodes_own_memory(tmp_path: Path) -> None:
         (cuda_profile("NVIDIA H20", 96 * GIB, 512 * GIB), "h20"),
         (cuda_profile("NVIDIA GB200", 186 * GIB, 512 * GIB), "gb200"),
     ):
-        (tmp_path / "here.toml").write_text(text, encoding="utf-8")
-        assert load_device(str(tmp_path / "here.toml")) == replace(load_device(name), host_memory_gib=512.0)
-    other = tomllib.loads(cuda_profile("NVIDIA T4", 15 * GIB, 64 * GIB))
-    assert (other["name"], other["memory_gib"], other["host_memory_gib"]) == ("NVIDIA T4, timed as an H100", 15, 64)
+        assert loaded(text, tmp_path) == replace(load_device(name), host_memory_gib=512.0)
+    other = loaded(cuda_profile("NVIDIA T4", 15 * GIB, 64 * GIB), tmp_path)
+    assert (other.name, other.memory_gib, other.host_memory_gib) == ("NVIDIA T4, timed as an H100", 15, 64)
 
 
-def test_a_cpu_profile_has_this_machines_memory() -> None:
-    given = tomllib.loads(cpu_profile(16 * GIB, 4))
-    assert (given["memory_gib"], given["host_memory_gib"], given["devices_per_node"]) == (4.0, 16.0, 4)
-    assert given["domain_link"]["gbs"] > 0
+def loaded(text: str, folder: Path) -> DeviceProfile:
+    """The profile in ``text``, read from a file in ``folder``."""
+    (folder / "here.toml").write_text(text, encoding="utf-8")
+    return load_device(str(folder / "here.toml"))
 
 
-def test_a_cpu_profile_has_the_rates_of_a_workers_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_profile_has_this_machines_memory(tmp_path: Path) -> None:
+    given = loaded(cpu_profile(16 * GIB, 4), tmp_path)
+    assert (given.memory_gib, given.host_memory_gib, given.devices_per_node) == (4.0, 16.0, 4)
+    assert given.domain_link.gbs > 0
+
+
+def test_a_cpu_profile_has_the_rates_of_a_workers_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     rates = {}
     for threads in ("1", "2"):
         monkeypatch.setenv("OMP_NUM_THREADS", threads)
-        rates[threads] = tomllib.loads(cpu_profile(16 * GIB, 1))
-    assert rates["2"]["peak_bf16_tflops"] == 2 * rates["1"]["peak_bf16_tflops"]
-    assert rates["1"]["hbm_gbs"] < rates["2"]["hbm_gbs"] <= rates["2"]["host_memory_gbs"]
+        rates[threads] = loaded(cpu_profile(16 * GIB, 1), tmp_path)
+    assert rates["2"].peak_bf16_tflops == 2 * rates["1"].peak_bf16_tflops
+    assert rates["1"].hbm_gbs < rates["2"].hbm_gbs <= rates["2"].host_memory_gbs

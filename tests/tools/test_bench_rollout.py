@@ -130,13 +130,10 @@ def test_figures_are_medians() -> None:
         for engine, scale in (("ours", 1.0), ("other", 3.0))
     ]
     found = report(
-        raw=CHECKPOINTS["tiny"],
-        options={"dtype": "float32", "checkpoint": "tiny"},
-        allocator="any",
-        measured=measured,
-        started=[{"engine": "ours", "ready_seconds": [1.0, 1.0], "first_token_seconds": [3.0, 2.0]}],
-        machine=[{"bytes_per_s": 1e9, "flops_per_s": 1e9}] * 3,
-        failures={},
+        {"dtype": "float32", "checkpoint": "tiny"},
+        measured,
+        [{"engine": "ours", "ready_seconds": [1.0, 1.0], "first_token_seconds": [3.0, 2.0]}],
+        [{"bytes_per_s": 1e9, "flops_per_s": 1e9}] * 3,
     )
     assert found["rows"][0]["tokens_per_s"] == 50 and found["rows"][0]["others_cores"] == 0.5
     assert found["rows"][0]["host_us"] == 110

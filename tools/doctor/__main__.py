@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 import tools.doctor
-from tools.doctor import ascend, host, links, model, nvidia, nvidia_smi
+from tools.doctor import ascend, host, links, nvidia, nvidia_smi
 from tools.doctor.devices import devices
 from tools.doctor.finding import ROOT, Finding, Options, load_table, needs_of_config
 
@@ -75,7 +75,7 @@ def examine(options: Options) -> list[Finding]:
         *host.disk(options.output_dir, needs),
         *host.allocator(),
         *links.interfaces(options),
-        *model.tokenizer(options.model_path),
+        *host.tokenizer(options.model_path),
     ]
 
 

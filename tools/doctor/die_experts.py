@@ -22,10 +22,6 @@ TOLERANCE = 3e-2  # bfloat16, in another order
 MAX_BUFFER_MIB = 4096
 
 
-def checks() -> list[Check]:
-    return [Check(NAME, check)]
-
-
 def check(die: Die) -> Finding:
     """A note where HCCL_BUFFSIZE is too small for a step of the 671B run; collective over all ranks, which make the
     same calls whatever each of them finds.
@@ -67,3 +63,6 @@ def needed_mib(hidden: int, top_k: int, num_local_experts: int, num_ranks: int) 
             if tokens_of_a_call(hidden, top_k, num_local_experts, num_ranks, environment) >= NUM_TOKENS:
                 return mib
     raise ValueError(f"no HCCL_BUFFSIZE takes {NUM_TOKENS} tokens over {num_ranks} ranks")
+
+
+CHECK = Check(NAME, check)

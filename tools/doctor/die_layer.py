@@ -44,10 +44,6 @@ SIZES: dict[str, Any] = {
 }
 
 
-def checks() -> list[Check]:
-    return [Check(NAME, check)]
-
-
 def check(die: Die) -> Finding:
     """A note where this software captures nothing, a problem where a graph computes something else."""
     eager_ids, eager_logprobs, eager_s = _generated(enforce_eager=True)
@@ -94,3 +90,6 @@ def _generate(llm: LLM, seed: int) -> tuple[Tensor, Tensor]:
     params = [SamplingParams(max_tokens=NUM_TOKENS, seed=index, ignore_eos=True) for index in range(len(prompts))]
     samples = [output.outputs[0] for output in llm.generate(prompts, params)]
     return torch.tensor([s.token_ids for s in samples]), torch.tensor([s.sampled_logprobs for s in samples])
+
+
+CHECK = Check(NAME, check)

@@ -1,4 +1,4 @@
-"""The host: Python, packages, cores, memory, disk, allocator."""
+"""The host: Python, packages, cores, memory, disk, allocator, and the model's tokenizer."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import psutil
 
 from hf_formats.cache_folder import cache_folder, moved_caches
 from hf_formats.cores import usable_cores
+from hf_formats.tokenizer import tokenizer_problem
 from recipes.common.short_folder import environment_problem, folder_problem
 from third_party import jemalloc
 from tools.doctor.finding import GIB, ROOT, Finding, JobNeeds, stack_of_torch
@@ -107,6 +108,14 @@ def allocator() -> Iterator[Finding]:
         yield Finding("jemalloc", "not installed", remedy)
     else:
         yield Finding("jemalloc", f"{library}{' (serves this process)' if jemalloc.is_loaded() else ''}")
+
+
+def tokenizer(model_path: str | None) -> Iterator[Finding]:
+    """The tokenizer of MODEL_PATH; nothing where it is not given, or is a hub's name and has not been fetched."""
+    if not model_path or not Path(model_path).is_dir():
+        return
+    problem = tokenizer_problem(Path(model_path))
+    yield Finding("tokenizer", model_path, problem or "", is_fatal=problem is not None)
 
 
 def version_of(package: str) -> str | None:

@@ -49,7 +49,7 @@ def setting_problems(settings: Settings, role: NodeRole) -> list[str]:
     found += filter(None, [folder_problem(), environment_problem()])
     if settings.plan_device is not None:
         found += _refusals("PLAN_DEVICE", lambda: load_device(str(settings.plan_device)))
-    found += problems_of_threads()
+    found += _refusals("", lambda: threads_per_worker(1))
     if settings.dist_ckpt_path is not None and not has_shards(settings.dist_ckpt_path):
         found += writable_problems("DIST_CKPT_PATH", settings.dist_ckpt_path)
     if role.is_head:
@@ -62,15 +62,6 @@ def setting_problems(settings: Settings, role: NodeRole) -> list[str]:
         if settings.model_path is not None:
             found += model_problems(settings.model_path)
     return found
-
-
-def problems_of_threads() -> list[str]:
-    """Whether OMP_NUM_THREADS, which a user may set, is a number of threads."""
-    try:
-        threads_per_worker(1)
-    except ValueError as error:
-        return [str(error)]
-    return []
 
 
 def reward_problems(job: Job) -> list[str]:
@@ -107,11 +98,8 @@ def resume_problems(job: Job) -> list[str]:
 
 def input_problems(recipe: Recipe, path: Path) -> list[str]:
     """Faults of the recipe's input, with the name of its variable for the data script's option."""
-    try:
-        recipe.check_input(path)
-    except ValueError as error:
-        return [str(error).replace(f"--{recipe.input_variable.lower()}", recipe.input_variable, 1)]
-    return []
+    option = f"--{recipe.input_variable.lower()}"
+    return [text.replace(option, recipe.input_variable, 1) for text in _refusals("", lambda: recipe.check_input(path))]
 
 
 def host_problems(job: Job) -> list[str]:
@@ -219,9 +207,9 @@ def weight_problems(job: Job, path: Path) -> list[str]:
 
 
 def _refusals(name: str, read: Callable[[], object]) -> list[str]:
-    """Why the variable's file cannot be read, as ``read`` says."""
+    """Why the variable's file cannot be read, as ``read`` says; an empty name where that has the name itself."""
     try:
         read()
     except (ValueError, OSError) as error:
-        return [f"{name}: {error}"]
+        return [f"{name}: {error}" if name else str(error)]
     return []

@@ -8,17 +8,16 @@ import re
 import subprocess
 import sys
 import tempfile
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from hf_formats.cores import threads_per_worker
-from recipes.common.recipe import ROOT
 from tools.launch.job import Job, config_path, model_dimensions
 from tools.launch.processes import OwnProcesses, python_path
 from tools.launch.records import Records, files_of
+from tools.plan.devices import load_device
 from verl.trainer.config.load import to_yaml
 
 TIMEOUT_S = 900.0  # 671B on 256 dies: a minute of one core
@@ -114,35 +113,27 @@ def cuda_profile(gpu_name: str, memory_bytes: int, host_bytes: int) -> str:
     for word in re.split(r"[^A-Z0-9]+", gpu_name.upper()):
         if word in CUDA_PROFILES:
             return _profile(word.lower(), host_memory_gib=_gib(host_bytes))
-    name = json.dumps(f"{gpu_name}, timed as an H100")
+    name = f"{gpu_name}, timed as an H100"
     return _profile("h100", name=name, memory_gib=_gib(memory_bytes), host_memory_gib=_gib(host_bytes))
 
 
 def cpu_profile(memory_bytes: int, num_workers: int) -> str:
     """A CPU where ``num_workers`` processes share ``memory_bytes`` and the cores."""
-    core, threads = tomllib.loads(_text("cpu")), threads_per_worker(num_workers)
+    core, threads = load_device("cpu"), threads_per_worker(num_workers)
     given: dict[str, object] = dict.fromkeys(("devices_per_node", "domain_devices"), num_workers)
-    given["peak_bf16_tflops"] = core["peak_bf16_tflops"] * threads
-    given["hbm_gbs"] = min(core["hbm_gbs"] * threads, core["host_memory_gbs"])
+    given["peak_bf16_tflops"] = core.peak_bf16_tflops * threads
+    given["hbm_gbs"] = min(core.hbm_gbs * threads, core.host_memory_gbs)
     memory = {"memory_gib": _gib(memory_bytes / num_workers), "host_memory_gib": _gib(memory_bytes)}
-    return _profile("cpu", **memory, **{name: str(value) for name, value in given.items()})
+    return _profile("cpu", **memory, **given)
 
 
-def _text(profile: str) -> str:
-    return (ROOT / "tools" / "plan" / "devices" / f"{profile}.toml").read_text(encoding="utf-8")
-
-
-def _profile(base: str, **values: str) -> str:
+def _profile(base: str, **values: object) -> str:
     """The planner's profile ``base`` as TOML, with these values in place of its own."""
-    text = _text(base)
-    for key, value in values.items():
-        line = f"{key} = {value}".replace("\\", r"\\")
-        text = re.sub(rf"^{key} *=.*", line, text, flags=re.MULTILINE)
-    return text
+    return "".join(f"{key} = {json.dumps(value)}\n" for key, value in {"like": base, **values}.items())
 
 
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.3f}"
+def _gib(num_bytes: float) -> float:
+    return round(num_bytes / 2**30, 3)
 
 
 def run_planner(command: list[str], result: Path, timeout_s: float = TIMEOUT_S) -> list[str]:
@@ -150,28 +141,20 @@ def run_planner(command: list[str], result: Path, timeout_s: float = TIMEOUT_S) 
 
     ValueError with the reason where it has not.
     """
-    status, lines = _run(command, result.with_name("output"), timeout_s)
-    if status in (FITS, DOES_NOT_FIT) and result.is_file():
-        return lines
-    if status is None:
-        raise ValueError(f"the planner took longer than {timeout_s:g} s")
-    raise ValueError(
-        lines[-1].removeprefix("error: ") if lines else f"the planner ended with status {status} and no output"
-    )
-
-
-def _run(command: list[str], log: Path, timeout_s: float) -> tuple[int | None, list[str]]:
-    """The planner's exit status (None: it took too long) and the lines that it printed."""
-    processes = OwnProcesses()
+    processes, log = OwnProcesses(), result.with_name("output")
     # The planner computes nothing: it needs no accelerator, and must not take one from the run.
     quiet = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    status = None
     try:
         with log.open("wb") as output:
             process = processes.start(command, {**os.environ, **quiet, "PYTHONPATH": python_path()}, output)
         status = process.wait(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        pass
+        raise ValueError(f"the planner took longer than {timeout_s:g} s") from None
     finally:
         processes.end_all()
-    return status, log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    if status in (FITS, DOES_NOT_FIT) and result.is_file():
+        return lines
+    raise ValueError(
+        lines[-1].removeprefix("error: ") if lines else f"the planner ended with status {status} and no output"
+    )

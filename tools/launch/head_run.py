@@ -5,8 +5,8 @@ from __future__ import annotations
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -14,7 +14,7 @@ from rich.console import Console
 from tools.launch import nodes, output_dir, ray_node
 from tools.launch.job import Job
 from tools.launch.node_run import NodeRun, Stopped
-from tools.launch.processes import POLL_S, RunFailed, how_it_ended, last_lines
+from tools.launch.processes import POLL_S, OnStart, RunFailed, how_it_ended, last_lines
 from tools.launch.records import Records, files_of
 from tools.launch.roles import NodeRole
 from tools.launch.stages import Stage, closing_stages, driver_stage, nodes_stage, stages
@@ -172,7 +172,7 @@ class HeadRun(NodeRun):
         # The driver passes settings on to the workers of all nodes; a node's interface comes from its own Ray.
         environment = {name: value for name, value in self.environment.items() if not name.endswith("_SOCKET_IFNAME")}
         environment |= {LOG_DIR: str(self.log_dir), HEAD_WAIT: str(ray_node.START_TIMEOUT_S)}
-        pid, status, log = self._run_command(stage, environment, self._set_driver)
+        pid, status, log = self._run_command(stage, environment, partial(setattr, self, "driver"))
         if status == 0:
             return
         if status == EXIT_INTERRUPTED or (self.stop_signal and status not in (EXIT_DISK_FULL, EXIT_WORKER_DIED)):
@@ -189,14 +189,8 @@ class HeadRun(NodeRun):
             f"Ray's logs will be in {self.log_dir}"
         )
 
-    def _set_driver(self, process: subprocess.Popen[bytes]) -> None:
-        self.driver = process
-
     def _run_command(
-        self,
-        stage: Stage,
-        environment: dict[str, str],
-        on_start: Callable[[subprocess.Popen[bytes]], None] | None = None,
+        self, stage: Stage, environment: dict[str, str], on_start: OnStart = lambda process: None
     ) -> tuple[int, int, Path]:
         log = self.log_dir / f"{stage.name}.log"
         self.print(f"$ {stage.shown()}", "dim")

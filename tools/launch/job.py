@@ -29,7 +29,7 @@ class Job:
     @property
     def rollout_nnodes(self) -> int:
         """Number of nodes whose ranks only generate; 0 where the schedule has none."""
-        return _rollout_nnodes(self.config)
+        return max(0, self.config.rollout.nnodes) if self.config.has_rollout_ranks else 0
 
     @property
     def most_nnodes(self) -> int:
@@ -67,7 +67,10 @@ class Job:
     @property
     def needs_weights(self) -> bool:
         """Whether MODEL_PATH's weights are read: not for random ones, nor beside shards that DIST_CKPT_PATH holds."""
-        return _needs_weights(self.settings, self.config)
+        models, shards = self.config.actor_rollout_ref, self.settings.dist_ckpt_path
+        are_given = shards is not None and has_shards(shards)
+        engines = (models.actor.megatron, models.ref.megatron)
+        return any(engine.load_weight and not (engine.use_dist_checkpointing and are_given) for engine in engines)
 
     @property
     def model_dir(self) -> Path:
@@ -147,20 +150,9 @@ def keys_without_effect(job: Job) -> str:
     return without_effect_block([*resolve_config(composed)[1], *variables_without_effect(os.environ)])
 
 
-def _rollout_nnodes(config: PPOTrainerConfig) -> int:
-    return max(0, config.rollout.nnodes) if config.has_rollout_ranks else 0
-
-
 def is_fp8(model_path: Path) -> bool:
     """Whether the weights of an HF directory are quantised, by its config."""
     return "quantization_config" in _hf_config(model_path)
-
-
-def _needs_weights(settings: Settings, config: PPOTrainerConfig) -> bool:
-    models = config.actor_rollout_ref
-    are_given = settings.dist_ckpt_path is not None and has_shards(settings.dist_ckpt_path)
-    engines = (models.actor.megatron, models.ref.megatron)
-    return any(engine.load_weight and not (engine.use_dist_checkpointing and are_given) for engine in engines)
 
 
 def _model_dir(settings: Settings, needs_weights: bool) -> Path:

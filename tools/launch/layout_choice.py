@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hf_formats.files import write_text
+from hf_formats.files import write_json
 from recipes.common.data_scripts import digest_of
 from tools.launch.first_plan import plan_command, run_planner
 from tools.launch.job import Job, latest_step, resolve_config
@@ -51,7 +51,7 @@ class LayoutChoice:
         """Keep it; a choice of nothing (--no-plan) is none."""
         if self.overrides:
             content = {"made_for": self.made_for, "overrides": self.overrides, "reasons": self.reasons}
-            write_text(output_dir / FILE, json.dumps(content, indent=1) + "\n")
+            write_json(output_dir / FILE, content)
 
 
 def without_layout(job: Job) -> Job:
@@ -93,7 +93,9 @@ def choose_layout(job: Job, may_plan: bool, report: Callable[[str], object]) -> 
         raise ValueError("\n  ".join([f"no layout fits {made_for['devices']}:", *found["reasons"]]))
     note = f"chosen for {made_for['devices']}"
     if changed:
-        note += f"; {path} was {_stale(changed)}{_of_checkpoint(job)}"
+        step = latest_step(Path(job.config.trainer.default_local_dir))
+        of_checkpoint = "" if step is None else f"; the checkpoint of step {step} is read into the new layout"
+        note += f"; {path} was {_stale(changed)}{of_checkpoint}"
     return LayoutChoice(tuple(found["overrides"]), tuple(found["reasons"]), made_for, note)
 
 
@@ -103,11 +105,6 @@ def _stale(changed: Collection[str]) -> str:
 
 def _cannot(error: ValueError) -> str:
     return f"no layout can be chosen: {error}; --no-plan starts with the config's own, which overrides can change"
-
-
-def _of_checkpoint(job: Job) -> str:
-    step = latest_step(Path(job.config.trainer.default_local_dir))
-    return "" if step is None else f"; the checkpoint of step {step} is read into the new layout"
 
 
 def _made_for(job: Job, command: list[str]) -> dict[str, str]:

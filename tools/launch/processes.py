@@ -25,6 +25,9 @@ LAST_LINES = 15
 _KILL_S = 5.0
 
 
+OnStart = Callable[[subprocess.Popen[bytes]], object]  # gets a process that has been started
+
+
 class RunFailed(RuntimeError):
     """The run cannot continue; the text says what died or failed."""
 
@@ -73,7 +76,7 @@ class OwnProcesses:
         log_path: Path,
         console: Console,
         check: Callable[[], None],
-        on_start: Callable[[subprocess.Popen[bytes]], None] | None = None,
+        on_start: OnStart,
     ) -> tuple[int, int]:
         """Run ``command`` to its end, its output on the console and in ``log_path``; returns pid and exit status.
 
@@ -84,8 +87,7 @@ class OwnProcesses:
         with log_path.open("ab") as log, log_path.open("rb") as output:
             output.seek(0, os.SEEK_END)
             process = self.start(command, environment, log)
-            if on_start is not None:
-                on_start(process)
+            on_start(process)
             partial = b""
             while True:
                 status = process.poll()  # before the read, which then has all that the command has written

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hf_formats.files import write_text
+from hf_formats.files import write_json
 from recipes.common.recipe import ROOT
 
 FILE = ".made.json"
@@ -41,7 +41,7 @@ class Records:
     def write(self, name: str, made: Any, *made_from: object) -> None:
         """Replace the record of ``name``; ``made`` must be JSON and not None."""
         records = {**self._read(), name: {"digest": self._digest(made_from), "made": made}}
-        write_text(self._path, json.dumps(records, indent=1) + "\n")
+        write_json(self._path, records)
 
     def _digest(self, made_from: Sequence[object]) -> str:
         return hashlib.sha256(json.dumps([self.code, *made_from], default=str).encode()).hexdigest()

@@ -51,9 +51,8 @@ def run(arguments: Sequence[str], progress: Status) -> int:
 def _planned(
     options: argparse.Namespace, run: PlannedRun, device: DeviceProfile, console: Console, progress: Status
 ) -> int:
-    from tools.plan.console import print_brief, print_plain, print_plan, print_table
+    from tools.plan.console import print_brief, print_plain, print_plan, print_table, write_plan
     from tools.plan.page import write_page
-    from tools.plan.report import write_json
     from tools.plan.search.choose import choose
     from tools.plan.search.explain import explain
     from tools.plan.search.show import search
@@ -68,11 +67,9 @@ def _planned(
         options.response_length or data.max_response_length,
         expert_load(options.load, run.config.actor_rollout_ref.actor.megatron.expert_model_parallel_size),
     )
-    lengths = default_lengths(run.config)  # means are timed, while memory is planned for the longest rows
-    if options.mean_prompt_length is not None:
-        lengths = replace(lengths, prompt_mean=options.mean_prompt_length)
-    if options.mean_response_length is not None:
-        lengths = replace(lengths, response_mean=options.mean_response_length)
+    # Means are timed, while memory is planned for the longest rows.
+    given = {"prompt_mean": options.mean_prompt_length, "response_mean": options.mean_response_length}
+    lengths = replace(default_lengths(run.config), **{name: mean for name, mean in given.items() if mean is not None})
     constants = load_constants()
     if options.choose is not None:
         choice = choose(run, lengths, size, constants)
@@ -93,7 +90,7 @@ def _planned(
     (print_brief if options.brief else print_plan)(plan, step, console)
     if options.sensitivity:
         print_table(variation_table(sensitivity(shape, device, constants)), console)
-    for write, path in ((write_json, options.output), (write_page, options.page)):
+    for write, path in ((write_plan, options.output), (write_page, options.page)):
         if path is not None:
             write(plan, step, path)
             print_plain(console, f"written: {path}")

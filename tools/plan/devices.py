@@ -102,6 +102,14 @@ def load_device(device: str) -> DeviceProfile:
 
     Raises ValueError that lists every unknown name, missing key and impossible value.
     """
+    path, raw = _read(device)
+    if problems := _problems(raw):
+        raise ValueError(f"{path} has {len(problems)} problem(s):\n" + "\n".join(f"  - {line}" for line in problems))
+    return DeviceProfile(**{**raw, **{key: Link(**raw[key]) for key in _LINK_KEYS}})
+
+
+def _read(device: str) -> tuple[Path, dict[str, Any]]:
+    """The file of a profile, and its values over those of the profile that its key ``like`` names, if it has one."""
     is_path = device.endswith(".toml") or "/" in device
     path = Path(device).expanduser() if is_path else PROFILES / f"{device}.toml"
     if not path.is_file():
@@ -112,9 +120,8 @@ def load_device(device: str) -> DeviceProfile:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # not UTF-8, or not TOML
         raise ValueError(f"{path} is not TOML: {error}") from None
-    if problems := _problems(raw):
-        raise ValueError(f"{path} has {len(problems)} problem(s):\n" + "\n".join(f"  - {line}" for line in problems))
-    return DeviceProfile(**{**raw, **{key: Link(**raw[key]) for key in _LINK_KEYS}})
+    base = raw.pop("like", None)
+    return path, raw if base is None else _read(str(base))[1] | raw
 
 
 def _problems(raw: dict[str, Any]) -> list[str]:

@@ -23,7 +23,7 @@ from megatron.core.ops.reference_attention import whole_sequence_attention
 from megatron.core.ops.reference_moe import expert_order
 from megatron.core.tensor_parallel import collectives
 from megatron.core.utils import async_h2d
-from tools.plan.train_npu import GroupedMatmul, kernel
+from tools.plan.train_npu import GroupedMatmul, kernel, swiglu
 
 
 def cuda_table(table: TrainOps, tp_comm_overlap: bool = False, has_fp8: bool = False) -> TrainOps:
@@ -36,7 +36,7 @@ def cuda_table(table: TrainOps, tp_comm_overlap: bool = False, has_fp8: bool = F
     return replace(
         table,
         rms_norm=_rms_norm,
-        swiglu=_swiglu,
+        swiglu=swiglu,
         rotary_interleaved=_rotary,
         core_attention=choose("core_attention", flash),
         shared_prompt_attention=lambda q, *others: (
@@ -76,15 +76,11 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return kernel(x.new_empty(x.shape), (x, weight, inverse), x, weight)
 
 
-def _swiglu(x: Tensor) -> Tensor:
-    return kernel(x.new_empty(*x.shape[:-1], x.shape[-1] // 2), (x,), x)
-
-
 def _rotary(x_TNR: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return kernel(x_TNR.new_empty(x_TNR.shape), (cos, sin), x_TNR)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+def _attend(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
 
 

@@ -28,7 +28,7 @@ def npu_table(table: TrainOps, pads_values: bool) -> TrainOps:
     return replace(
         table,
         rms_norm=_rms_norm,
-        swiglu=_swiglu,
+        swiglu=swiglu,
         rotary_interleaved=_rotary,
         core_attention=partial(_core_attention, pads_values=pads_values),
         grouped_matmul=_grouped_matmul,
@@ -82,7 +82,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return kernel(torch.empty_like(x), (x, weight, inverse), x, weight, launches=(1, backward))
 
 
-def _swiglu(x: Tensor) -> Tensor:
+def swiglu(x: Tensor) -> Tensor:
     return kernel(x.new_empty(*x.shape[:-1], x.shape[-1] // 2), (x,), x)
 
 
@@ -93,17 +93,7 @@ def _rotary(x_TNR: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return kernel(out, (cos, sin), x_TNR, launches=(3 + casts, 1 + casts))
 
 
-def _core_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    scale: float,
-    causal: bool = True,
-    *,
-    pads_values: bool,
-) -> Tensor:
+def _core_attention(q: Tensor, k: Tensor, v: Tensor, *others: Any, pads_values: bool) -> Tensor:
     is_padded = pads_values and v.shape[-1] < q.shape[-1]
     wide_v = v.new_empty(*v.shape[:-1], q.shape[-1]) if is_padded else v
     statistics = tuple(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -160,28 +160,30 @@ def _data(run: RunData) -> str:
 
 def _changes(run: RunData) -> str:
     """What a resumed run learned from instead; the curves have a dotted line there."""
-    rows = "".join(
-        f"<tr><td>{int(change['step'])}</td><td>{_text(entry['key'])}</td><td>{_text(json.dumps(entry['was']))}</td>"
-        f"<td>{_text(json.dumps(entry['now']))}</td></tr>"
+    rows = [
+        (int(change["step"]), entry["key"], json.dumps(entry["was"]), json.dumps(entry["now"]))
         for change in run.changes
         for entry in change["changes"]
-    )
+    ]
     if not rows:
         return ""
-    head = "<tr><th>from step</th><th>key</th><th>was</th><th>is</th></tr>"
     note = '<div class="muted small">the dotted lines of the curves</div>'
     title = "Resumed with another reward, data set or algorithm"
-    return f'<h2>{title}</h2><div class="card">{note}<table>{head}{rows}</table></div>'
+    return f'<h2>{title}</h2><div class="card">{note}{_table(rows, "from step", "key", "was", "is")}</div>'
 
 
 def _restarts(run: RunData) -> str:
     if not run.restarts:
         return ""
-    keys = ("step", "from_step", "cause")
-    cells = ("".join(f"<td>{_text(restart.get(key))}</td>" for key in keys) for restart in run.restarts)
-    rows = "".join(f"<tr>{row}</tr>" for row in cells)
-    head = "<tr><th>failed in step</th><th>went back to</th><th>cause</th></tr>"
-    return f'<h2>Restarts of workers</h2><div class="card"><table>{head}{rows}</table></div>'
+    rows = [[restart.get(key) for key in ("step", "from_step", "cause")] for restart in run.restarts]
+    table = _table(rows, "failed in step", "went back to", "cause")
+    return f'<h2>Restarts of workers</h2><div class="card">{table}</div>'
+
+
+def _table(rows: Iterable[Iterable[object]], *columns: str) -> str:
+    head = "".join(f"<th>{name}</th>" for name in columns)
+    lines = ("".join(f"<td>{_text(cell)}</td>" for cell in row) for row in rows)
+    return f"<table><tr>{head}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
 
 def _last_step(run: RunData) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,9 +30,17 @@ def test_a_profile_of_ones_own(tmp_path: Path) -> None:
     assert load_device(str(tmp_path / "mine.toml")).memory_gib == 141
 
 
+def test_a_profile_has_the_values_of_the_one_that_it_is_like(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text('like = "h20"\nname = "mine"\nmemory_gib = 141\n', encoding="utf-8")
+    assert load_device(str(tmp_path / "mine.toml")) == replace(load_device("h20"), name="mine", memory_gib=141)
+    (tmp_path / "other.toml").write_text('like = "h21"\n', encoding="utf-8")
+    with pytest.raises(ValueError, match="no device 'h21'"):
+        load_device(str(tmp_path / "other.toml"))
+
+
 def test_every_problem_is_named(tmp_path: Path) -> None:
-    text = (PROFILES / "h20.toml").read_text(encoding="utf-8")
-    text = text.replace("hbm_gbs = 4000", "hbm_gb = 4000").replace('family = "cuda"', 'family = "gpu"')
+    text = (PROFILES / "h100.toml").read_text(encoding="utf-8")
+    text = text.replace("hbm_gbs = 3350", "hbm_gb = 3350").replace('family = "cuda"', 'family = "gpu"')
     text = text.replace("gbs = 50", "gbs = 0").replace("domain_devices = 8", "domain_devices = 4")
     (tmp_path / "bad.toml").write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match="problem") as error:

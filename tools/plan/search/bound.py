@@ -7,17 +7,20 @@ numbers of values that a layer needs for a token, calibrated with plans of DeepS
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil, inf
 
 from megatron.core.parallel_layout import ParallelLayout
+from megatron.core.parallel_state import GROUP_AXES, PAIR, UNUSED_GROUPS
 from tools.plan.devices import KINDS
-from tools.plan.search.communicators import communicator_bytes
+from tools.plan.rank_plan import buffer_bytes
 from tools.plan.search.weights import absorbed_copies, rollout_rank, training_stage
 from tools.plan.setup import PlannedRun
 from tools.plan.timing import MicroBatches, RolloutShape, RunShape
 from tools.plan.training import StepSize
 from tools.plan.whole import PROCESS_BYTES
 from tools.plan.world import environment_of, run_variables
+from vllm.distributed.parallel_state import GROUP_PREFIX
 from vllm.ops.cuda.exchange import is_gathered
 from vllm.platforms.cpu import KV_CACHE_FRACTION_OF_HOST
 from vllm.platforms.interface import ACTIVATION_FRACTION
@@ -55,9 +58,7 @@ class Bounds:
     def _communicators(self, shape: RunShape) -> float:
         overrides, rebalances = self.engine.override_transformer_config, self.settings.rebalance_interval > 0
         dispatcher = overrides.get("moe_token_dispatcher_type", "alltoall")
-        kind, rollout = KINDS[self.device.family], shape.rollout
-        with environment_of(run_variables(self.device.family)):
-            return communicator_bytes(kind, shape.train.layout, dispatcher, rollout, rebalances)
+        return communicator_bytes(self.device.family, shape.train.layout, dispatcher, shape.rollout, rebalances)
 
     def log_prob_bytes(self, shape: RunShape) -> float:
         """The memory of the fullest stage in a pass without a backward; 0 when there is no such pass."""
@@ -242,3 +243,28 @@ class Bounds:
         if self.device.family == "cuda" and is_gathered(ceil(own), span):
             return own * span * (min(num_here, topk) * (2.0 * hidden + 3 * inner) + 3 * hidden) * item
         return own * topk * self.size.load * (4.0 * hidden + 3 * inner) * item
+
+
+@lru_cache(maxsize=4096)
+def communicator_bytes(
+    family: str, layout: ParallelLayout, dispatcher: str, rollout: RolloutShape, rebalances: bool
+) -> int:
+    """Device memory of the communicators that a step uses on a rank of a stage that has one before it and one after it,
+    each with the buffers that its group asks for.
+
+    family: of the device · dispatcher: ``moe_token_dispatcher_type``.
+    """
+    used = ["world"] if layout.world_size > 1 else []
+    for name in GROUP_AXES.keys() - UNUSED_GROUPS[dispatcher]:
+        used += [name] if len(layout.members(0, *GROUP_AXES[name])) > 1 else []
+    used += [PAIR, PAIR] if layout.pipeline_model_parallel_size > 1 else []
+    shares_experts = rollout.has_expert_parallel and rollout.expert_ranks > 1
+    engine = {
+        "tp": rollout.tp > 1,
+        "exchange": shares_experts and rollout.expert_exchange == "dispatch",
+        "ep": shares_experts and rollout.expert_exchange != "dispatch",
+        "dp": rollout.dp > 1 and (shares_experts or rebalances),
+    }
+    used += [GROUP_PREFIX + name for name, is_used in engine.items() if is_used]
+    with environment_of(run_variables(family)):
+        return sum(buffer_bytes(KINDS[family], name) for name in used)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from hf_formats.files import write_json
 from megatron.core.parallel_layout import ParallelLayout
 from tools.plan.devices import GIB
 from tools.plan.search.overrides import ENGINE, MODELS, ROLLOUT, value_text
@@ -54,8 +54,8 @@ class Choice:
     reasons: tuple[str, ...]
 
     def write(self, path: Path) -> None:
-        content = {"overrides": self.overrides, "reasons": self.reasons}
-        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        """Write the choice as JSON."""
+        write_json(path, asdict(self))
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,18 @@ def parser_of(module: str, description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def add_engine_options(parser: argparse.ArgumentParser, dtype: str, variants: Sequence[str], peer: str) -> None:
-    """Add what every comparison of generating engines takes; ``variants`` are those of ``peer``."""
+def add_engine_options(
+    parser: argparse.ArgumentParser, engines: Sequence[str], default: Sequence[str], dtype: str, variants: Sequence[str]
+) -> None:
+    """Add what every comparison of generating engines takes.
+
+    The second of ``engines`` is the one with an environment of its own, the last one the one that has ``variants``.
+    """
+    parser.add_argument("--engines", nargs="+", default=list(default), help=f"of {', '.join(engines)}")
+    parser.add_argument(f"--{engines[1]}-python", help=f"interpreter of an environment with {engines[1]}")
     parser.add_argument("--threads", type=int, default=2, help="threads and CPUs of each engine (default: 2)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default=dtype)
-    text = f"attention,experts of {peer}; of several, the quickest is taken (default: all)"
+    text = f"attention,experts of {engines[-1]}; of several, the quickest is taken (default: all)"
     parser.add_argument("--variants", nargs="+", default=list(variants), help=text)
     parser.add_argument("--prompt-lengths", type=int, nargs=2, default=[16, 48], metavar=("SHORTEST", "LONGEST"))
     parser.add_argument("--new-tokens", type=int, default=128)
@@ -40,11 +47,14 @@ def unknown_choices(*options: tuple[str, Iterable[str], Iterable[str]]) -> list[
     ]
 
 
-def interpreter_problems(option: str, python: str | None, environment: str) -> list[str]:
-    """Why ``python`` cannot run an engine that needs an environment of its own."""
-    if python and shutil.which(python):
-        return []
-    return [f"{option} is {python or 'absent'}; give the interpreter of an environment with {environment}"]
+def engine_problems(options: argparse.Namespace, engines: Sequence[str], variants: Sequence[str]) -> list[str]:
+    """What is wrong with the options of ``add_engine_options``."""
+    problems = unknown_choices(("--engines", engines, options.engines), ("--variants", variants, options.variants))
+    apart, python = engines[1], getattr(options, f"{engines[1]}_python")
+    if apart in options.engines and not (python and shutil.which(python)):
+        where = "an environment as in tools/workshop/bench/README.md"
+        problems.append(f"--{apart}-python is {python or 'absent'}; give the interpreter of {where}")
+    return problems + thread_problems(options.threads)
 
 
 def thread_problems(num_threads: int) -> list[str]:

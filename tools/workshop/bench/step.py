@@ -19,10 +19,9 @@ from tools.workshop.bench.models import CHECKPOINTS, Work, write_checkpoint
 from tools.workshop.bench.options import (
     add_engine_options,
     aligned,
-    interpreter_problems,
+    engine_problems,
     parser_of,
     refused,
-    thread_problems,
     unknown_choices,
     write_report,
 )
@@ -170,23 +169,15 @@ def _table(report: dict[str, Any]) -> str:
 
 
 def _problems(options: argparse.Namespace) -> list[str]:
-    problems = unknown_choices(
-        ("--engines", ENGINES, options.engines),
-        ("--variants", VARIANTS, options.variants),
-        ("--checkpoint", CHECKPOINTS, [options.checkpoint]),
-    )
-    if "trl" in options.engines:
-        problems += interpreter_problems("--trl-python", options.trl_python, "TRL")
-    problems += thread_problems(options.threads)
+    problems = engine_problems(options, ENGINES, VARIANTS)
+    problems += unknown_choices(("--checkpoint", CHECKPOINTS, [options.checkpoint]))
     given = {"--steps": options.steps, "--rounds": options.rounds}
     return problems + [f"{name} must be at least 1" for name, value in given.items() if value < 1]
 
 
 def _options() -> argparse.ArgumentParser:
     parser = parser_of("step", __doc__)
-    parser.add_argument("--engines", nargs="+", default=["ours"], help=f"of {', '.join(ENGINES)} (default: ours)")
-    parser.add_argument("--trl-python", help="interpreter of an environment with TRL")
-    add_engine_options(parser, "float32", VARIANTS, "TRL's model")
+    add_engine_options(parser, ENGINES, ("ours",), "float32", VARIANTS)
     parser.add_argument("--checkpoint", default="C", help=f"of {', '.join(CHECKPOINTS)} (default: C)")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of a round, after one warm-up")
     parser.add_argument("--rounds", type=int, default=2, help="processes of each engine, one after the other")

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from hf_formats.files import write_text
+from hf_formats.files import write_json, write_text
 from recipes.common.short_folder import start_method
 from tools.workshop.gpu_day.parts import PARTS, ends_of_parts, resolved_device, run_part
 from tools.workshop.gpu_day.rows import (
@@ -30,7 +30,6 @@ from tools.workshop.gpu_day.rows import (
     line,
     page,
     read_rows,
-    save_json,
     summary,
 )
 
@@ -67,12 +66,12 @@ def _save(out: Path, device: str, rows: list[Row], took: dict[str, float]) -> No
     """Both files of the day, after every part: a day that is ended from outside has them too."""
     seconds = ", ".join(f"{part} {part_s:.0f}" for part, part_s in took.items())
     facts = [
-        _device_name(device),
+        torch.cuda.get_device_name() if device == "cuda" else "a CPU: tiny sizes, nothing is judged by its time",
         f"torch {torch.__version__}, Python {platform.python_version()}",
         time.strftime("%Y-%m-%d"),
         f"{sum(took.values()):.0f} s: {seconds}",
     ]
-    save_json(out / "gpu_day.json", {"facts": facts, "rows": [asdict(row) for row in rows]})
+    write_json(out / "gpu_day.json", {"facts": facts, "rows": [asdict(row) for row in rows]})
     write_text(out / "gpu_day.md", page(rows, facts))
 
 
@@ -95,12 +94,6 @@ def _run(name: str, device: str, out: Path, limit_s: float) -> list[Row]:
         return found
     print(line(end), flush=True)
     return [*found, end]
-
-
-def _device_name(device: str) -> str:
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    return "a CPU: tiny sizes, nothing is judged by its time"
 
 
 def _options() -> argparse.Namespace:

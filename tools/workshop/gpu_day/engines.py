@@ -61,6 +61,14 @@ def new_llm(
     return llm
 
 
+def new_engine(raw: dict[str, Any], device: str | Platform, batch: int, longest: int, **arguments: Any) -> LLM:
+    """An engine in bfloat16 with CUDA's ops, with room for ``batch`` sequences of at most ``longest`` tokens."""
+    blocks = batch * (-(-longest // 16) + 1)
+    sizes = {"max_model_len": longest, "max_num_seqs": batch, "num_gpu_blocks_override": blocks}
+    given = {"provider": ROLLOUT_OPS, "dtype": "bfloat16", "enforce_eager": None}
+    return new_llm(raw, device, **(given | sizes | arguments))
+
+
 def drawn_weight(name: str, shape: tuple[int, ...], device: str) -> Tensor:
     """A tensor of a checkpoint as the engine's own dummy weights are: norms 1, biases 0, others normal."""
     if len(shape) == 1:

@@ -20,7 +20,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplay
 from mindspeed_llm.export_weights import export_weights
 from tools.workshop.bench.models import CHECKPOINTS, Batch, deepseek_v3_config
 from tools.workshop.bench.train_engine import micro_batch
-from tools.workshop.gpu_day.engines import ROLLOUT_OPS, TRAIN_OPS, Trainer, new_llm, prompts
+from tools.workshop.gpu_day.engines import TRAIN_OPS, Trainer, new_engine, prompts
 from tools.workshop.gpu_day.rows import Rows
 from verl.trainer.ppo.algos.grpo import compute_grpo_outcome_advantage
 from verl.trainer.ppo.policy_losses.vanilla import compute_policy_loss_vanilla
@@ -83,17 +83,8 @@ class _Step:
         self.platform, self.is_exact = resolve_platform(device), work.dtype == "float32"
         self.trainer = Trainer(work.raw, resolve(TRAIN_OPS), device, getattr(torch, work.dtype))
         num_sequences, longest = work.num_prompts * work.num_samples, work.prompt_length + work.response_length + 1
-        self.llm: LLM = new_llm(
-            work.raw,
-            device,
-            ROLLOUT_OPS,
-            work.dtype,
-            enforce_eager=None,
-            max_model_len=longest,
-            max_num_seqs=num_sequences,
-            num_gpu_blocks_override=num_sequences * (-(-longest // 16) + 1),
-            enable_return_routed_experts=True,
-        )
+        how = {"dtype": work.dtype, "enable_return_routed_experts": True}
+        self.llm: LLM = new_engine(work.raw, device, num_sequences, longest, **how)
 
     def run(self) -> None:
         """The order of verl's step: the device never has the cache of one engine beside the optimizer of the other."""

@@ -20,7 +20,7 @@ from tools.plan.platform import PLATFORMS
 from tools.plan.rollout_ops import Spread, ordinary_token
 from tools.plan.rollout_ops import rollout_ops as planned_rollout_ops
 from tools.workshop.bench.models import parsed, random_batch
-from tools.workshop.gpu_day.engines import ROLLOUT_OPS, TRAIN_OPS, Trainer, drawn, new_llm, prompts
+from tools.workshop.gpu_day.engines import ROLLOUT_OPS, TRAIN_OPS, Trainer, drawn, new_engine, prompts
 from tools.workshop.gpu_day.rows import Rows
 from tools.workshop.gpu_day.speed import sizes_of
 from vllm.ops.contract import RolloutOps
@@ -99,17 +99,7 @@ def _generation(name: str, raw: dict[str, Any], device: str, rows: Rows) -> None
     sizes = sizes_of(device)
 
     def run(where: str | Platform, ops: str | RolloutOps, restart: Callable[[], None]) -> dict[str, int]:
-        longest = max(sizes.prompts) + 4
-        llm = new_llm(
-            raw,
-            where,
-            ops,
-            "bfloat16",
-            enforce_eager=True,
-            max_model_len=longest,
-            max_num_seqs=len(sizes.prompts),
-            num_gpu_blocks_override=len(sizes.prompts) * (-(-longest // 16) + 1),
-        )
+        llm = new_engine(raw, where, len(sizes.prompts), max(sizes.prompts) + 4, provider=ops, enforce_eager=True)
         restart()
         llm.generate(prompts(sizes.prompts, raw["vocab_size"]), drawn(2), use_tqdm=False)
         report = llm.get_memory_report()

@@ -25,7 +25,7 @@ PARTS = {
     "training": ("tools.workshop.gpu_day.speed:training", 30),
     "prefill": ("tools.workshop.gpu_day.speed:prefill", 40),
     "fp8": ("tools.workshop.gpu_day.fp8:fp8_products", 45),
-    "fp8 training": ("tools.workshop.gpu_day.fp8_training:fp8_training", 45),
+    "fp8 training": ("tools.workshop.gpu_day.fp8:fp8_training", 45),
     "context parallel": ("tools.workshop.gpu_day.context:context_parallel", 30),
     "memory": ("tools.workshop.gpu_day.memory:memory", 40),
     "sleep": ("tools.workshop.gpu_day.speed:sleep", 25),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from hf_formats.files import write_text
+from hf_formats.files import write_json
 
 NOT_STARTED, CUT_OFF, ENDED = "not started", "cut off", "ended"  # names of rows about a part
 ROOT = Path(__file__).resolve().parents[3]
@@ -76,7 +76,7 @@ class Rows:
         self._save()
 
     def _save(self) -> None:
-        save_json(self._path, [asdict(row) for row in self.rows])
+        write_json(self._path, [asdict(row) for row in self.rows])
 
 
 def described(error: BaseException) -> str:
@@ -89,10 +89,6 @@ def described(error: BaseException) -> str:
 def read_rows(path: Path) -> list[Row]:
     """The rows of a part's file; none where the part never began."""
     return [Row(**row) for row in json.loads(path.read_text("utf-8"))] if path.is_file() else []
-
-
-def save_json(path: Path, content: object) -> None:
-    write_text(path, json.dumps(content, indent=1))
 
 
 def line(row: Row) -> str:

@@ -10,18 +10,18 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from megatron.core.ops import TrainOps, resolve
-from tools.plan.model_work import model_work, train_flops_per_token
 from tools.workshop.bench.models import (
     CHECKPOINTS,
     ITEM_BYTES,
     decode_work,
     deepseek_v3_config,
+    matmul_flops,
     model_config,
     parsed,
     prefill_work,
     random_batch,
 )
-from tools.workshop.gpu_day.engines import ROLLOUT_OPS, TRAIN_OPS, Trainer, drawn, new_llm, prompts
+from tools.workshop.gpu_day.engines import TRAIN_OPS, Trainer, drawn, new_engine, prompts
 from tools.workshop.gpu_day.rows import Rows
 from vllm import LLM
 from vllm.platforms import resolve_platform
@@ -87,7 +87,7 @@ def prefill(device: str, rows: Rows) -> None:
     """Whole prompts against the products of their tokens."""
     sizes, limits = sizes_of(device), measured_limits(device, rows)
     for name, raw in sizes.models.items():
-        llm = new_engine(device, raw, len(sizes.prompts), max(sizes.prompts) + 1)
+        llm = new_engine(raw, device, len(sizes.prompts), max(sizes.prompts) + 1)
         took = prefill_seconds(device, llm, raw, sizes)
         llm.shutdown()
         least = prefill_work(parsed(raw), ITEM_BYTES["bfloat16"], list(sizes.prompts))
@@ -118,8 +118,7 @@ def training_steps(device: str, ops: TrainOps) -> TrainingSteps:
     batch = random_batch(list(sizes.lengths), sizes.trained["vocab_size"], 0)
     losses: list[float] = []
     took, _ = quickest(device, lambda: losses.append(trainer.step(batch)))
-    work = model_work(parsed(sizes.trained))
-    flops = sum(3 * length * train_flops_per_token(work, (length + 1) / 2) for length in sizes.lengths)
+    flops = matmul_flops(parsed(sizes.trained), list(sizes.lengths))
     note = f"{batch.num_tokens / took:.0f} tok/s, no recompute"
     if device == "cuda":
         note += f", at most {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"
@@ -130,7 +129,7 @@ def sleep(device: str, rows: Rows) -> None:
     """What a sleep frees, by the device's own account, against the engine's report."""
     sizes, platform = sizes_of(device), resolve_platform(device)
     raw = next(iter(sizes.models.values()))
-    llm = new_engine(device, raw, sizes.batch, max(sizes.prompts) + sizes.steps)
+    llm = new_engine(raw, device, sizes.batch, max(sizes.prompts) + sizes.steps)
     _generate(llm, raw, sizes.prompts[:1], sizes.steps)
     report = llm.get_memory_report()
     held = report["weights_bytes"] + report["kv_cache_bytes"]
@@ -163,7 +162,7 @@ def measured_limits(device: str, rows: Rows) -> Limits:
 
 
 def _step_seconds(device: str, raw: dict[str, Any], sizes: Sizes, batch: int, is_eager: bool | None) -> float:
-    llm = new_engine(device, raw, batch, sizes.context + 2 * sizes.steps + 1, enforce_eager=is_eager)
+    llm = new_engine(raw, device, batch, sizes.context + 2 * sizes.steps + 1, enforce_eager=is_eager)
     took = decode_seconds(device, llm, raw, sizes, batch)
     llm.shutdown()
     return took
@@ -182,13 +181,6 @@ def prefill_seconds(device: str, llm: LLM, raw: dict[str, Any], sizes: Sizes) ->
     seeds = count()
     took, _ = quickest(device, lambda: _generate(llm, raw, sizes.prompts, 1, next(seeds)))
     return took
-
-
-def new_engine(device: str, raw: dict[str, Any], batch: int, longest: int, **arguments: Any) -> LLM:
-    """An engine for `batch` sequences of at most `longest` tokens."""
-    blocks = batch * (-(-longest // 16) + 1)
-    given = {"max_model_len": longest, "max_num_seqs": batch, "num_gpu_blocks_override": blocks, "enforce_eager": None}
-    return new_llm(raw, device, ROLLOUT_OPS, "bfloat16", **(given | arguments))
 
 
 def _generate(llm: LLM, raw: dict[str, Any], lengths: tuple[int, ...], steps: int, seed: int = 0) -> None:

@@ -47,7 +47,7 @@ def _watch_steps(rows: Rows, name: str, llm: LLM, vocab_size: int) -> None:
         warnings.simplefilter("always")
         llm.engine.step()
     waits = [warning for warning in caught if _WAIT in str(warning.message)]
-    places = Counter(f"{_short(warning.filename)}:{warning.lineno}" for warning in waits)
+    places = Counter(f"{warning.filename.removeprefix(f'{ROOT}/')}:{warning.lineno}" for warning in waits)
     note = ", ".join(f"{place} ({count})" for place, count in places.most_common(6))
     rows.measured(f"{name}: a prefill step", len(waits), "waits of the host", note=note)
     num_steps, wrong = 0, ""
@@ -81,7 +81,3 @@ def _sync_debug_mode(mode: str) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-def _short(filename: str) -> str:
-    return filename.removeprefix(f"{ROOT}/")

@@ -23,6 +23,9 @@ class Channel:
         os.dup2(2, 1)  # what libraries print must not get between the answers
         self.options: dict[str, Any] = json.loads(sys.argv[1])
         os.sched_setaffinity(0, self.options["cpus"])  # before any library starts its threads
+        import torch
+
+        torch.set_num_threads(self.options["threads"])
 
     def requests(self) -> Iterator[dict[str, Any]]:
         """Yield each request; ends when the benchmark closes the pipe."""
@@ -45,6 +48,21 @@ def answer_all(channel: Channel, engine: Any) -> None:
     channel.answer({"name": engine.name})
     for request in channel.requests():
         channel.answer(getattr(engine, request.pop("command"))(**request))
+
+
+def pretrained(options: dict[str, Any]) -> tuple[Any, str]:
+    """The model of transformers in the options' variant of attention and experts, and what it is called."""
+    import torch
+    import transformers
+
+    attention, experts = options["variant"]
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        options["model"],
+        dtype=getattr(torch, options["dtype"]),
+        attn_implementation=attention,
+        experts_implementation=experts,
+    )
+    return model, f"transformers {transformers.__version__}, {attention} attention, {experts} experts"
 
 
 class Stopwatch:

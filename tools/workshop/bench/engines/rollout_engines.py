@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from engine_server import Stopwatch, best_seconds, matmul_peaks, serve
+from engine_server import Stopwatch, best_seconds, matmul_peaks, pretrained, serve
 
 
 class StepClock:
@@ -66,9 +66,6 @@ class VllmEngine:
     """``vllm.LLM`` of this environment: this repository's in ours, vLLM's in its own."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        import torch
-
-        torch.set_num_threads(options["threads"])
         import vllm as library
 
         vllm: Any = library  # typed as ours, which lacks what the other one has
@@ -104,21 +101,11 @@ class TransformersEngine:
     """``generate`` of transformers on left-padded prompts, with the variant that the options name."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        import torch
+        from transformers import AutoTokenizer
 
-        torch.set_num_threads(options["threads"])
-        import transformers
-        from transformers import AutoModelForCausalLM
-
-        attention, experts = options["variant"]
-        self.name = f"transformers {transformers.__version__}, {attention} attention, {experts} experts"
-        self.model: Any = AutoModelForCausalLM.from_pretrained(
-            options["model"],
-            dtype=getattr(torch, options["arguments"]["dtype"]),
-            attn_implementation=attention,
-            experts_implementation=experts,
-        ).eval()
-        self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(options["model"])
+        self.model, self.name = pretrained(options | options["arguments"])
+        self.model.eval()
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(options["model"])
         self.clock = StepClock()
         self.clock.watch(self.model)
 
@@ -154,12 +141,8 @@ class TransformersEngine:
 class MachineProbe:
     """The machine's rates right now: bytes read per second and floating-point operations per second."""
 
-    name = "probe"
-
     def __init__(self, options: dict[str, Any]) -> None:
-        import torch
-
-        torch.set_num_threads(options["threads"])
+        self.name = options["engine"]
 
     def measure(self, num_bytes: int, dtype: str) -> dict[str, float]:
         """The best of several runs; ``num_bytes`` are read repeatedly, so that the caches count.

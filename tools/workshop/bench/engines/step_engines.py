@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-from engine_server import Channel, Stopwatch, answer_all
+from engine_server import Channel, Stopwatch, answer_all, pretrained
 
 
 def reward_of(text: str) -> float:
@@ -27,7 +27,6 @@ class OurStep:
         import torch
         from transformers import AutoTokenizer
 
-        torch.set_num_threads(options["threads"])
         from verl.trainer.config import load_config, validate_config
         from verl.workers.megatron_workers import ActorRolloutRefWorker
 
@@ -91,21 +90,12 @@ class OurStep:
 
 def run_trl(channel: Channel) -> None:
     """TRL's own training loop; each of its steps waits for a request and answers it."""
-    import torch
-    import transformers
     import trl
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from transformers import AutoTokenizer, TrainerCallback
 
     options = channel.options
-    torch.set_num_threads(options["threads"])
-    attention, experts = options["variant"]
-    model = AutoModelForCausalLM.from_pretrained(
-        options["model"],
-        dtype=getattr(torch, options["dtype"]),
-        attn_implementation=attention,
-        experts_implementation=experts,
-    )
+    model, variant = pretrained(options)
     tokenizer = AutoTokenizer.from_pretrained(options["model"], padding_side="left")
     seen: dict[str, Any] = {}
 
@@ -141,10 +131,7 @@ def run_trl(channel: Channel) -> None:
             processing_class=tokenizer,
             callbacks=[Turns(channel.requests())],
         )
-        name = (
-            f"trl {trl.__version__}, transformers {transformers.__version__}, {attention} attention, {experts} experts"
-        )
-        channel.answer({"name": name})
+        channel.answer({"name": f"trl {trl.__version__}, {variant}"})
         trainer.train()
 
 

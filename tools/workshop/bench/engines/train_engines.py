@@ -116,7 +116,6 @@ class TimedEngine:
     """One engine of the benchmark, its steps timed."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        torch.set_num_threads(options["threads"])
         raw, micro_tokens = options["model"], options["micro_tokens"]
         kind, _, precision = options["engine"].partition("-")
         self.engine: MegatronEngine | TransformersEngine
