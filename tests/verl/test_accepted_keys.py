@@ -118,12 +118,10 @@ def _reads(tree: ast.AST) -> Iterator[tuple[str, str]]:
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             owner = node.value
             yield (getattr(owner, "attr", None) or getattr(owner, "id", "")), node.attr
-        elif (
-            isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setting"
-        ):  # setting(section, "key", default)
-            section, key = node.args[0], node.args[1]
-            assert isinstance(section, ast.Name) and isinstance(key, ast.Constant)
-            yield section.id, key.value
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setting":
+            section, key = node.args[0], node.args[1]  # setting(section, "key", default)
+            if isinstance(section, ast.Name) and isinstance(key, ast.Constant):
+                yield section.id, key.value
 
 
 def _sections(cls: type = PPOTrainerConfig, prefix: str = "") -> Iterator[tuple[str, type]]:

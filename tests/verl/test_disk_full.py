@@ -16,8 +16,11 @@ FULL = Path("/dev/full")  # every write to it fails as on a full disk
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", ["metrics.jsonl", "samples/.step_1.jsonl.tmp", "reward_ledger/.step_1.jsonl.tmp"])
-def test_every_file_of_a_run_tells_of_it(local_ray: None, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples/.step_1.jsonl.tmp0", "reward_ledger/.step_1.jsonl.tmp0"])
+def test_every_file_of_a_run_tells_of_it(
+    local_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr("hf_formats.files.secrets.token_hex", lambda num_bytes: "0")  # names of temporary files
     write_inputs(tmp_path)
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).symlink_to(FULL)
