@@ -129,8 +129,8 @@ def write_constants(constants: Constants, path: Path) -> None:
     """Replaces the fitted values and the errors in ``path``, and nothing else."""
     text = path.read_text(encoding="utf-8").split("\n[errors.", 1)[0].rstrip("\n")
     for constant in constants.fitted:
-        section = re.escape(f"[{constant.key}]")
-        text = re.sub(rf"({section}\nvalue = ).*", rf"\g<1>{constant.value:.4g}", text)
+        row = re.escape(f"{constant.key} = {{ value = ")
+        text = re.sub(rf"(?m)^({row})[^,]*", rf"\g<1>{constant.value:.4g}", text)
     for family, errors in constants.errors.items():
         text += f"\n\n[errors.{family}]  # largest leave-one-out error of a phase; written by calibrate --write\n"
         text += "\n".join(
