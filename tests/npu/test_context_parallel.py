@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core import parallel_state
-from megatron.core.context_parallel import COMM_TYPES, ContextParallelAttention, gathered_rows, zigzag_indices
+from megatron.core.context_parallel import ContextParallelAttention, gathered_rows, zigzag_indices
+from megatron.core.context_parallel.attention import COMM_TYPES
 from megatron.core.ops import TrainOps, reference_ops
 from megatron.core.packed_seq_params import PackedSeqParams
 from mindspeed.ops import train_ops

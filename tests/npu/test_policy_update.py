@@ -11,7 +11,7 @@ from megatron.core.parallel_layout import ParallelLayout
 from mindspeed.ops import train_ops
 from tests.parallel.launcher import run_ranks
 from tests.verl.updates import Update, Updated, update, updates
-from verl.trainer.config import RolloutCorrectionSection
+from verl.trainer.config.algorithm import RolloutCorrectionSection
 from verl.workers.config import RouterReplayConfig
 from verl.workers.config.actor import PolicyLossConfig
 

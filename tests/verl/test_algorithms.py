@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from tests.verl.advantages import estimate_advantages
-from verl.trainer.config import AlgoConfig, KLControlConfig
+from verl.trainer.config import AlgoConfig
+from verl.trainer.config.algorithm import KLControlConfig
 from verl.trainer.ppo.core_algos import (
     agg_loss,
     get_adv_estimator_fn,

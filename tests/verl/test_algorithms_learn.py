@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from tests.verl.advantages import estimate_advantages
-from verl.trainer.config import AlgoConfig, RolloutCorrectionSection
+from verl.trainer.config import AlgoConfig
+from verl.trainer.config.algorithm import RolloutCorrectionSection
 from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn, kl_penalty
 from verl.trainer.ppo.filter_groups import varies
 from verl.trainer.ppo.rollout_correction import corrections

@@ -12,9 +12,9 @@ import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from verl.trainer.config import ConfigError, load_config, typed_config, validate_config
+from verl.trainer.config import ConfigError, load_config, validate_config
 from verl.trainer.config.checks import has_default_names
-from verl.trainer.config.load import to_yaml
+from verl.trainer.config.load import to_yaml, typed_config
 from verl.trainer.config.override_text import override
 from verl.trainer.config.validate import config_warnings
 from verl.trainer.ppo.algos import ESTIMATORS

@@ -13,8 +13,9 @@ import pytest
 from hf_formats.config import load_hf_config
 from tests.mindspeed_llm.tiny import tiny_hf_config
 from tests.verl.composed import composed
-from verl.trainer.config import PPOTrainerConfig, load_config, typed_config
+from verl.trainer.config import PPOTrainerConfig, load_config
 from verl.trainer.config.declared import declared_keys
+from verl.trainer.config.load import typed_config
 from verl.workers.config import overrides
 from verl.workers.engine_setup import ddp_config, model_fields, optimizer_config, trained_model
 from verl.workers.rollout.vllm_rollout import vllm_rollout_spmd

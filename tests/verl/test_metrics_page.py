@@ -11,7 +11,7 @@ import torch
 from tests.pages import ROOT, functions_of, metric_rows, missing_references, undocumented
 from third_party.jemalloc.stats import MemoryStats
 from verl.protocol import DataProto
-from verl.trainer.config import RolloutCorrectionSection
+from verl.trainer.config.algorithm import RolloutCorrectionSection
 from verl.trainer.ppo import metric_utils
 from verl.trainer.ppo.rollout_correction import PREFIX, corrections
 

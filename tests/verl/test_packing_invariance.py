@@ -14,7 +14,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.parallel_state import ProcessGroups
 from tests.megatron.model_helpers import make_model, one_process_groups, tiny_config
 from verl.protocol import DataProto
-from verl.trainer.config import RolloutCorrectionSection
+from verl.trainer.config.algorithm import RolloutCorrectionSection
 from verl.workers.actor import MegatronPPOActor
 from verl.workers.config import ActorConfig
 from verl.workers.config.actor import PolicyLossConfig

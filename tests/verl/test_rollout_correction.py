@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from verl.trainer.config import RolloutCorrectionSection, config_warnings, load_config, validate_config
-from verl.trainer.config.algorithm import LEVELS
+from verl.trainer.config import config_warnings, load_config, validate_config
+from verl.trainer.config.algorithm import LEVELS, RolloutCorrectionSection
 from verl.trainer.ppo.rollout_correction import (
     compute_offpolicy_metrics,
     corrections,

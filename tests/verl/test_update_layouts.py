@@ -14,7 +14,7 @@ from megatron.core.parallel_state import initialize_from_layout
 from tests.parallel.launcher import run_ranks
 from tests.verl.updates import Update, Updated, make_actor, move_gates, some_choices, some_rows, updates
 from verl.protocol import DataProto
-from verl.trainer.config import RolloutCorrectionSection
+from verl.trainer.config.algorithm import RolloutCorrectionSection
 from verl.workers.actor.routing import TracedRouting
 from verl.workers.config import RouterReplayConfig
 from verl.workers.config.actor import PolicyLossConfig

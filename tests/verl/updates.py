@@ -19,7 +19,7 @@ from mindspeed_llm.model import build_model
 from tests.mindspeed_llm.gradients import hf_gradients
 from tests.mindspeed_llm.tiny import tiny_hf_config
 from verl.protocol import DataProto
-from verl.trainer.config import RolloutCorrectionSection
+from verl.trainer.config.algorithm import RolloutCorrectionSection
 from verl.utils.partitions import balanced_order
 from verl.workers.actor import MegatronPPOActor
 from verl.workers.config import ActorConfig

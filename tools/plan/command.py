@@ -23,8 +23,9 @@ from tools.plan.setup import (
     known_models,
     planned_run,
 )
-from tools.plan.timing import RunShape, load_constants, predict, sensitivity
-from tools.plan.timing.run_shape import default_lengths
+from tools.plan.timing.constants import load_constants
+from tools.plan.timing.cost import predict, sensitivity
+from tools.plan.timing.run_shape import RunShape, default_lengths
 from verl.trainer.config import validate_config
 
 DESCRIPTION = "Plan a run: whether it fits, whether its ranks' calls match, and how long a step takes."

@@ -11,7 +11,7 @@ from rich.table import Table
 from hf_formats.files import write_json
 from tools.plan.devices import GIB
 from tools.plan.tables import TextTable, call_table, launch_table, layout_text, phase_table, state_table, time_table
-from tools.plan.timing import StepTime
+from tools.plan.timing.cost import StepTime
 from tools.plan.whole import WholePlan
 
 

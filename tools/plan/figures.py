@@ -9,7 +9,7 @@ import numpy as np
 
 from tools.plan.devices import GIB
 from tools.plan.rank_plan import RankPlan
-from tools.plan.timing import StepTime
+from tools.plan.timing.cost import StepTime
 from tools.report.curves import GRID, INK, MUTED, figure_svg
 
 if TYPE_CHECKING:

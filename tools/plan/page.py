@@ -19,7 +19,7 @@ from tools.plan.tables import (
     state_table,
     time_table,
 )
-from tools.plan.timing import StepTime
+from tools.plan.timing.cost import StepTime
 from tools.plan.whole import PROCESS_BYTES, WholePlan
 from tools.report.page import page_style, tiles
 

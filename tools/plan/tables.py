@@ -8,7 +8,8 @@ from itertools import groupby
 
 from megatron.core.parallel_layout import ParallelLayout
 from tools.plan.devices import GIB, LINKS
-from tools.plan.timing import PhaseError, StepTime, Variation
+from tools.plan.timing.constants import PhaseError
+from tools.plan.timing.cost import StepTime, Variation
 from tools.plan.whole import WholePlan
 
 # Phase of a plan -> of the time model.

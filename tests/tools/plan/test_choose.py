@@ -10,7 +10,7 @@ from tools.plan.devices import GIB, DeviceProfile, load_device
 from tools.plan.search.choose import KEPT_FREE, SHARE, Choice, choose
 from tools.plan.search.overrides import ENGINE
 from tools.plan.setup import planned_run
-from tools.plan.timing import load_constants
+from tools.plan.timing.constants import load_constants
 from tools.plan.timing.run_shape import default_lengths
 from tools.plan.training import StepSize
 

@@ -16,7 +16,8 @@ from tools.plan.search.overrides import overrides_of
 from tools.plan.search.rank import Ranking, own_candidate, ranking
 from tools.plan.search.weights import rollout_rank, training_stage
 from tools.plan.setup import PlannedRun, planned_run
-from tools.plan.timing import RunShape, load_constants
+from tools.plan.timing.constants import load_constants
+from tools.plan.timing.run_shape import RunShape
 from tools.plan.training import StepSize
 from verl.trainer.config import validate_config
 

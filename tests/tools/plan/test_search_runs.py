@@ -18,7 +18,8 @@ from tools.plan.devices import load_device
 from tools.plan.search.rank import ranking
 from tools.plan.search.verify import verified
 from tools.plan.setup import planned_run
-from tools.plan.timing import RunShape, load_constants
+from tools.plan.timing.constants import load_constants
+from tools.plan.timing.run_shape import RunShape
 from tools.plan.training import UPDATE, StepSize, batch_of
 from verl.protocol import DataProto
 from verl.trainer.config import load_config, validate_config

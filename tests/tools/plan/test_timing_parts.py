@@ -12,7 +12,7 @@ from megatron.core.parallel_layout import ParallelLayout
 from megatron.core.pipeline_parallel.schedule_table import rank_order
 from tools.plan.devices import load_device
 from tools.plan.model_work import busiest_rank, model_work, train_flops_per_token
-from tools.plan.timing import load_constants
+from tools.plan.timing.constants import load_constants
 from tools.plan.timing.lengths import length_distribution
 from tools.plan.timing.links import Group, Links, layout_group
 from tools.plan.timing.published import PublishedRun, published_model, published_runs

@@ -12,13 +12,6 @@ import pytest
 from recipes.common.recipe import ROOT
 from tools.plan.devices import load_device
 from tools.plan.tables import time_table, variation_table
-from tools.plan.timing import (
-    MicroBatches,
-    RunShape,
-    load_constants,
-    predict,
-    sensitivity,
-)
 from tools.plan.timing.calibrate import (
     PHASE_BAR,
     TOTAL_BAR,
@@ -31,8 +24,10 @@ from tools.plan.timing.calibrate import (
     is_main,
     write_constants,
 )
-from tools.plan.timing.constants import TABLE, Constants
+from tools.plan.timing.constants import TABLE, Constants, load_constants
+from tools.plan.timing.cost import predict, sensitivity
 from tools.plan.timing.published import published_model, published_runs
+from tools.plan.timing.run_shape import MicroBatches, RunShape
 from verl.trainer.config import load_config
 
 PHASES = ("weight_sync", "offload", "rollout", "reward", "old_log_prob", "reference", "update")

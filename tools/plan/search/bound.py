@@ -16,7 +16,7 @@ from tools.plan.devices import KINDS
 from tools.plan.rank_plan import buffer_bytes
 from tools.plan.search.weights import absorbed_copies, rollout_rank, training_stage
 from tools.plan.setup import PlannedRun
-from tools.plan.timing import MicroBatches, RolloutShape, RunShape
+from tools.plan.timing.run_shape import MicroBatches, RolloutShape, RunShape
 from tools.plan.training import StepSize
 from tools.plan.whole import PROCESS_BYTES
 from tools.plan.world import environment_of, run_variables

@@ -14,8 +14,8 @@ from tools.plan.search.rank import Ranking, ranking
 from tools.plan.search.show import batch, describe, recomputed
 from tools.plan.search.verify import verified
 from tools.plan.setup import PlannedRun
-from tools.plan.timing import Constants, RolloutShape, RunShape
-from tools.plan.timing.run_shape import Lengths
+from tools.plan.timing.constants import Constants
+from tools.plan.timing.run_shape import Lengths, RolloutShape, RunShape
 from tools.plan.training import StepSize
 
 _WEIGHTS = (f"{ENGINE}.param_offload=true", f"{ENGINE}.grad_offload=true")

@@ -15,7 +15,9 @@ from tools.plan.search.rank import ranking
 from tools.plan.search.show import describe, differences
 from tools.plan.search.verify import TRAINING
 from tools.plan.setup import PlannedRun
-from tools.plan.timing import Constants, RunShape, predict
+from tools.plan.timing.constants import Constants
+from tools.plan.timing.cost import predict
+from tools.plan.timing.run_shape import RunShape
 from tools.plan.training import StepSize
 from tools.plan.whole import WholePlan, layout_problems, plan_run
 from verl.trainer.config import validate_config

@@ -9,7 +9,7 @@ from hf_formats.config import HFModelConfig
 from megatron.core.parallel_layout import ParallelLayout
 from tools.plan.devices import KINDS, DeviceProfile
 from tools.plan.setup import PlannedRun
-from tools.plan.timing import MicroBatches, RolloutShape
+from tools.plan.timing.run_shape import MicroBatches, RolloutShape
 from tools.plan.world import run_variables
 from verl.trainer.config import PPOTrainerConfig
 from vllm.ops.cuda.exchange import is_gathered

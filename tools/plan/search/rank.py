@@ -17,8 +17,10 @@ from tools.plan.search.layouts import (
     update_batches,
 )
 from tools.plan.setup import PlannedRun
-from tools.plan.timing import Constants, RolloutShape, RunShape, StepTime, TrainShape, predict
+from tools.plan.timing.constants import Constants
+from tools.plan.timing.cost import StepTime, predict
 from tools.plan.timing.rollout import rollout_seconds
+from tools.plan.timing.run_shape import RolloutShape, RunShape, TrainShape
 from tools.plan.timing.training import log_prob_seconds, update_seconds
 from tools.plan.timing.transitions import offload_seconds, weight_sync_seconds
 from tools.plan.training import StepSize

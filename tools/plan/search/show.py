@@ -11,7 +11,9 @@ from tools.plan.devices import GIB
 from tools.plan.search.rank import Candidate, own_candidate, ranking
 from tools.plan.search.verify import Verified, verified
 from tools.plan.tables import TextTable, layout_text
-from tools.plan.timing import Constants, MicroBatches, RunShape, StepTime, TrainShape
+from tools.plan.timing.constants import Constants
+from tools.plan.timing.cost import StepTime
+from tools.plan.timing.run_shape import MicroBatches, RunShape, TrainShape
 from tools.plan.whole import WholePlan
 
 LEAST_CHANGE = 0.005  # share of a step from which a phase's change is shown

@@ -1,14 +1,6 @@
 """Worker groups on Ray: one actor per device."""
 
-from verl.single_controller.base.worker_group import WorkerDiedError, WorkerError, WorkerTimeoutError
 from verl.single_controller.ray.base import RayWorkerGroup
 from verl.single_controller.ray.resources import RayClassWithInitArgs, RayResourcePool
 
-__all__ = [
-    "RayClassWithInitArgs",
-    "RayResourcePool",
-    "RayWorkerGroup",
-    "WorkerDiedError",
-    "WorkerError",
-    "WorkerTimeoutError",
-]
+__all__ = ["RayClassWithInitArgs", "RayResourcePool", "RayWorkerGroup"]
