@@ -46,7 +46,7 @@ class PolicyLoss:
             sums = sums._replace(kl_loss=kl_loss)
         if config.entropy_coeff:
             loss = loss - config.entropy_coeff * (tokens.weights * selected(entropy_S, tokens.weights)).sum()
-        largest = torch.zeros((), dtype=sum_dtype(device), device=device)
+        largest = zero = torch.zeros((), dtype=sum_dtype(device), device=device)
         if tokens.rollout_log_probs is not None and log_probs_S.numel():
             # Compare the policy that acted: later updates of the batch move away from it on purpose. In bypass mode
             # its log-probs were not computed.
@@ -58,4 +58,4 @@ class PolicyLoss:
             sums = sums._replace(prob_xx=(ours * ours).sum(), prob_yy=(theirs * theirs).sum())
             sums = sums._replace(prob_xy=(ours * theirs).sum())
         has_rollout = self.inputs.rollout_log_probs is not None
-        return loss, MicroReport(sums.packed(largest), largest, log_probs_S.numel(), has_rollout, term.metrics)
+        return loss, MicroReport(sums.packed(zero), largest, log_probs_S.numel(), has_rollout, term.metrics)

@@ -35,10 +35,9 @@ class TokenSums(NamedTuple):
     prob_xy: Any = None
     tokens: Any = None
 
-    def packed(self, like: Tensor) -> Tensor:
-        """All but the tokens in one tensor with the type and the device of ``like``, without gradients."""
-        zero = torch.zeros_like(like)
-        return torch.stack([zero if value is None else value.detach().to(like.dtype) for value in self[:-1]])
+    def packed(self, zero: Tensor) -> Tensor:
+        """All but the tokens in one tensor with the type and the device of ``zero``, without gradients."""
+        return torch.stack([zero if value is None else value.detach().to(zero.dtype) for value in self[:-1]])
 
 
 @dataclass(frozen=True)
