@@ -38,8 +38,8 @@ def is_made_from(directory: Path, made_from: Mapping[str, Any]) -> bool:
     outputs = stamp.get("outputs")
     if not isinstance(outputs, dict) or any(stamp.get(key) != value for key, value in made_from.items()):
         return False
-    present = {str(path.relative_to(directory)): path.stat().st_size for path in files_in(directory)}
-    return all(present.get(name) == size for name, size in outputs.items())
+    files = {directory / name: size for name, size in outputs.items()}  # alone: they may stand among many others
+    return all(file.is_file() and file.stat().st_size == size for file, size in files.items())
 
 
 def files_in(path: Path) -> list[Path]:

@@ -93,7 +93,8 @@ def training_identity(seed: int, train_files: Iterable[Path], model_dir: Path) -
     Only the sizes of the weights are read (hundreds of GB).
     """
     shards = {path.name: path.stat().st_size for path in sorted(model_dir.glob("*.safetensors"))}
-    described = [path for path in (model_dir / "config.json",) if path.is_file()]
+    config = model_dir / "config.json"
+    described = [config] if config.is_file() else []
     return digest_of({"seed": seed, "shards": shards}, [*train_files, *described])
 
 
