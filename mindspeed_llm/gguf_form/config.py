@@ -44,7 +44,7 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
     config["vocab_size"] = len(file.keys.get("tokenizer.ggml.tokens", ()))
     if name == "qwen3moe":  # the weights of all published ones sum to 1; the format has no key for it
         config |= {"model_type": "qwen3_moe", "norm_topk_prob": True}
-    config |= _latent(config, given) if name == "deepseek2" else _grouped_queries(file, given, config)
+    config |= _latent(given, config) if name == "deepseek2" else _grouped_queries(file, given, config)
     return {"architectures": [FAMILIES[config["model_type"]].architecture], **config}
 
 
@@ -74,7 +74,7 @@ def _llama3_scaling(file: GGUFFile, theta: float, head_dim: int) -> dict[str, An
     raise ValueError(f"{file.path}: rope_freqs.weight is no scaling of Llama 3's form, the only one that is supported")
 
 
-def _latent(config: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+def _latent(given: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     """DeepSeek-V3 where experts are chosen by sigmoid scores, else V2."""
     is_v3 = given.get("expert_gating_func") == _SIGMOID
     found = {

@@ -199,8 +199,9 @@ def _add_keys(writer: Any, config: dict[str, Any], is_divided: bool) -> None:
     writer.add_expert_gating_func(
         gguf.ExpertGatingFuncType.SIGMOID if is_sigmoid else gguf.ExpertGatingFuncType.SOFTMAX
     )
-    writer.add_expert_group_count(config["n_group"])
-    writer.add_expert_group_used_count(config["topk_group"])
+    if config["n_routed_experts"] < 256:  # files of DeepSeek-V3 are older than these keys
+        writer.add_expert_group_count(config["n_group"])
+        writer.add_expert_group_used_count(config["topk_group"])
 
 
 def _stored(weight: Tensor, kind: str) -> tuple[np.ndarray, np.ndarray]:

@@ -31,7 +31,7 @@ from tests.mindspeed_llm.gguf_side import (
     write_gguf,
 )
 from tests.mindspeed_llm.tiny import tiny_decoder_config
-from tests.published import readers
+from tests.published import readers, smollm2, smollm2_gguf
 from tests.real_tokenizers import KINDS, PUBLISHED, TEXTS
 from tests.tiny_models import CONFIGS
 
@@ -94,6 +94,14 @@ def test_config_and_tensors_are_those_of_the_folder_it_was_written_from(name: st
 @pytest.mark.parametrize("name", LATENT)
 def test_deepseek_with_keys_and_values_apart(name: str, tmp_path: Path) -> None:
     check_fp32(tmp_path, MODELS[name], is_divided=True)
+
+
+def test_groups_that_the_file_does_not_have_are_the_published_ones(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    published = {"n_routed_experts": 256, "n_group": 8, "topk_group": 4, "moe_intermediate_size": 8}
+    check_fp32(tmp_path, MODELS["deepseek-v3"] | published)
+    assert "taken as published: 8 groups, best 4" in caplog.text
 
 
 def check_fp32(folder: Path, config: dict[str, Any], is_divided: bool = False) -> None:
@@ -171,6 +179,17 @@ def test_smollm_cuts_numbers_into_digits_and_gpt2_does_not(tmp_path: Path) -> No
         assert found.get_vocab_size() == len(tokens) - 1  # tokens that are not used are left out
 
 
+def test_tokens_around_a_text_are_those_that_the_keys_ask_for(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "vocabulary.gguf", "llama")
+    add_tokens(writer, "gpt2", "gpt-2", ["0", "1", "10", "<s>", "</s>"], [1, 1, 1, 3, 3])
+    for number, add in ((3, writer.add_bos_token_id), (4, writer.add_eos_token_id)):
+        add(number)
+    writer.add_add_bos_token(True)
+    writer.add_add_eos_token(True)
+    finish(writer)
+    assert made_tokenizer(tmp_path).encode("010").tokens == ["<s>", "0", "10", "</s>"]
+
+
 def test_the_folder_has_template_and_end_tokens(tmp_path: Path) -> None:
     size = KINDS["llama3"].write(tmp_path / "made")
     config = tiny_decoder_config(**LLAMA, vocab_size=size, tie_word_embeddings=True)
@@ -201,6 +220,11 @@ def other_pre_tokenizer(file: Path) -> None:
     file.write_bytes(file.read_bytes().replace(b"gpt-2", b"gpt-9"))
 
 
+def other_merges(file: Path) -> None:
+    write_gguf(file, tiny_decoder_config(**LLAMA))
+    file.write_bytes(file.read_bytes().replace(b"\3\0\0\0\0\0\0\x001 0", b"\3\0\0\0\0\0\0\x001 z"))
+
+
 def other_tensor(file: Path) -> None:
     write_gguf(file, tiny_decoder_config(**LLAMA))
     file.write_bytes(file.read_bytes().replace(b"blk.1.attn_v.weight", b"blk.1.attn_w.weight"))
@@ -222,6 +246,7 @@ def integers(file: Path) -> None:
 REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "architecture": (other_architecture, "architecture 'mamba' is not supported; supported: llama, "),
     "pre-tokenizer": (other_pre_tokenizer, "tokenizer.ggml.pre is 'gpt-9'; supported pre-tokenizers: "),
+    "merges": (other_merges, "tokens and merges do not make a tokenizer: "),
     "tensor": (other_tensor, "blk.1.attn_w.weight is not part of the model"),
     "missing tensor": (other_tensor, "blk.1.attn_v.weight is missing"),
     "shape": (other_shape, r"blk.0.attn_q.weight has shape \(96, 64\); the file's keys make it \(128, 64\)"),
@@ -291,3 +316,18 @@ def test_transformers_reads_the_file_as_it_reads_the_folder(tmp_path: Path) -> N
         assert torch.isfinite(ours).all() and torch.equal(theirs, ours), file
         made = load_tokenizer(str(tmp_path / file))
         assert [made(text, add_special_tokens=False)["input_ids"] for text in TEXTS] == ids, file
+
+
+@pytest.mark.slow
+def test_a_published_model_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
+    convert_gguf(smollm2_gguf(), tmp_path / "out")
+    with open_hf(smollm2(), load_hf_config(smollm2())) as theirs:
+        check_tensors(tmp_path / "out", {name: theirs.read(name) for name in theirs.names()}, torch.bfloat16)
+    ours, expected = load_tokenizer(str(tmp_path / "out")), load_tokenizer(str(smollm2()))
+    for text in (
+        *TEXTS,
+        *MORE_TEXTS[1:],
+    ):  # transformers does not cut Arabic digits apart, the published tokenizer does
+        assert ours(text)["input_ids"] == expected(text)["input_ids"], text
+    asked = ours.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True)
+    assert asked.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
