@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
 import shutil
 import socket
 from dataclasses import replace
@@ -47,6 +48,8 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Package:
     monkeypatch.setitem(SOURCES, NAME, replace(SOURCES[NAME], package=package))
     monkeypatch.setattr("mindspeed_llm.convert_gguf.convert_gguf", write_converted)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
     for name, value in {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheel.parent), "PIP_NO_CACHE_DIR": "1"}.items():
         monkeypatch.setenv(name, value)
     return package
