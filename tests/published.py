@@ -53,6 +53,11 @@ def tokenizer_folder(name: str) -> Path:
     return _or_skip(name, partial(_make_tokenizer, TOKENIZERS[name]))
 
 
+def readers() -> Path:
+    """The packages without which transformers does not read a GGUF file, for the PYTHONPATH of another process."""
+    return _or_skip("-".join(READERS), _make_readers)
+
+
 def _or_skip(name: str, make: Callable[[Path, Path], None]) -> Path:
     found = _made(name, make)
     return found if isinstance(found, Path) else pytest.skip(f"{name}: {found}")
@@ -87,6 +92,10 @@ def _make_smollm2(scratch: Path, made: Path) -> None:
     if missing:
         _run("pip", "install", *_PIP, "--target", str(scratch / "readers"), *missing)
     _run("-c", _CONVERT, str(scratch), "model.gguf", str(made), python_path=str(scratch / "readers"))
+
+
+def _make_readers(scratch: Path, made: Path) -> None:
+    _run("pip", "install", *_PIP, "--target", str(made), *READERS)
 
 
 _PIP = ("--no-deps", "--only-binary=:all:", "--quiet", "--disable-pip-version-check", "--retries=1", "--timeout=15")

@@ -93,6 +93,7 @@ HELD = {
     r"python -m mindspeed_llm\.(fp8_cast_bf16|fp8_quantize|plain_config|convert_ckpt_torch_dist).*": (
         "tests/system/test_page_runs.py"
     ),
+    r"python -m mindspeed_llm\.convert_gguf .*": "tests/mindspeed_llm/test_convert_gguf.py",
     r"python -m mindspeed_llm\.convert_ckpt.*": "tests/mindspeed_llm/test_conversion.py",
     r"vllm serve outputs/r1_zero/export_hf .*": "tests/system/test_six_commands.py",
     r"vllm serve.*": "tests/vllm/test_serve_command.py",

@@ -1,0 +1,1 @@
+"""GGUF files as models in Hugging Face form: their config, tensors and tokenizer."""
