@@ -18,7 +18,7 @@ from tests.tools.test_download import hub
 from tools.download import PACKAGES
 from tools.download_sources import SOURCES
 from tools.launch import __main__ as launch
-from tools.launch.checks import hub_problems
+from tools.launch.checks import hub_problems, model_problems
 from tools.launch.hub import fetch_model, model_directory
 from tools.launch.job import Job, resolve_config
 from tools.launch.settings import Settings, read_settings
@@ -102,6 +102,23 @@ def test_a_gguf_file_becomes_a_folder(tmp_path: Path, monkeypatch: pytest.Monkey
     directory = tmp_path / "out" / "gguf" / "tiny.Q8_0"
     assert model_directory("tiny.Q8_0.gguf", gguf, "huggingface", tmp_path / "out", with_weights=True) == directory
     assert asked == [(gguf, directory)]
+
+
+def test_a_gguf_file_that_changed_is_converted_again(tmp_path: Path) -> None:
+    from tests.mindspeed_llm.gguf_side import write_gguf  # it skips where gguf is not installed
+
+    gguf = tmp_path / "tiny.gguf"
+
+    def converted(kind: str) -> dict[str, int]:
+        """Each file of the folder with the time of its making."""
+        write_gguf(gguf, QWEN3.config | {"torch_dtype": "float32"}, kind)
+        directory = model_directory("tiny.gguf", gguf, "huggingface", tmp_path, with_weights=True)
+        assert model_problems(directory) == []
+        return {path.name: path.stat().st_mtime_ns for path in directory.iterdir()}
+
+    first = converted("F32")
+    assert converted("F32") == first  # written again, with the same content
+    assert converted("F16")["config.json"] > first["config.json"]
 
 
 def test_a_gguf_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
