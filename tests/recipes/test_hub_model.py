@@ -1,4 +1,4 @@
-"""MODEL_PATH as a hub's name: fetched from a hub on this machine, with its data; refused where there is none."""
+"""MODEL_PATH as a hub's name, fetched from a hub on this machine with its data, or a GGUF file; what it cannot be."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from recipes.common.recipe import ROOT, load_recipe
 from recipes.common.tiny_models import QWEN3
 from tests.tools.test_download import hub
 from tools.download import PACKAGES
+from tools.download_sources import SOURCES
 from tools.launch import __main__ as launch
-from tools.launch.checks import hub_problems
-from tools.launch.hub import fetch_model, hub_name
+from tools.launch.checks import hub_problems, model_problems
+from tools.launch.hub import fetch_model, model_directory
 from tools.launch.job import Job, resolve_config
 from tools.launch.settings import Settings, read_settings
 from tools.launch.stages import stages
@@ -87,10 +88,69 @@ def test_what_is_complete_is_not_fetched_again(tmp_path: Path, monkeypatch: pyte
     (directory / "model.safetensors").write_bytes(b"weights")
     write_stamp(directory, {"model": NAME})
     assert fetch_model(NAME, "huggingface", tmp_path, with_weights=True) == directory
+    here = tmp_path / NAME
+    assert model_directory(NAME, here, "huggingface", tmp_path, with_weights=True) == directory
+    here.mkdir(parents=True)
+    assert model_directory(NAME, here, "huggingface", tmp_path, with_weights=True) == here
+
+
+def test_a_gguf_file_becomes_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr("mindspeed_llm.convert_gguf.convert_gguf", lambda *paths: asked.append(paths))
+    gguf = tmp_path / "tiny.Q8_0.gguf"
+    gguf.touch()
+    directory = tmp_path / "out" / "gguf" / "tiny.Q8_0"
+    assert model_directory("tiny.Q8_0.gguf", gguf, "huggingface", tmp_path / "out", with_weights=True) == directory
+    assert asked == [(gguf, directory)]
+
+
+def test_a_gguf_file_that_changed_is_converted_again(tmp_path: Path) -> None:
+    from tests.mindspeed_llm.gguf_side import write_gguf  # it skips where gguf is not installed
+
+    gguf = tmp_path / "tiny.gguf"
+
+    def converted(kind: str) -> dict[str, int]:
+        """Each file of the folder with the time of its making."""
+        write_gguf(gguf, QWEN3.config | {"torch_dtype": "float32"}, kind)
+        directory = model_directory("tiny.gguf", gguf, "huggingface", tmp_path, with_weights=True)
+        assert model_problems(directory) == []
+        return {path.name: path.stat().st_mtime_ns for path in directory.iterdir()}
+
+    first = converted("F32")
+    assert converted("F32") == first  # written again, with the same content
+    assert converted("F16")["config.json"] > first["config.json"]
+
+
+def test_a_gguf_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    gguf = tmp_path / "notes.gguf"
+    gguf.write_text("no model")
+    with pytest.raises(ValueError, match=f"MODEL_PATH {gguf}: "):
+        model_directory(str(gguf), gguf, "huggingface", tmp_path / "out", with_weights=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "end"),
+    [
+        ("smollm2-135", "; did you mean smollm2-135m?"),
+        ("SmolLM2_135M", "; did you mean smollm2-135m?"),
+        ("/models/absent", ""),
+        ("gsm8k", ""),  # a data set
+        ("model.safetensors", ""),
+    ],
+)
+def test_what_is_no_model_is_one_error_with_all_that_may_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], given: str, end: str
+) -> None:
+    (tmp_path / "model.safetensors").touch()
     monkeypatch.chdir(tmp_path)
-    assert hub_name({"MODEL_PATH": NAME}) == NAME
-    (tmp_path / NAME).mkdir(parents=True)
-    assert [hub_name({"MODEL_PATH": given}) for given in (NAME, f"/{NAME}", "./a", "Qwen3", "")] == [None] * 5
+    for name, value in {"MODEL_PATH": given, "OUTPUT_DIR": str(tmp_path / "out")}.items():
+        monkeypatch.setenv(name, value)
+    assert launch.main(["gsm8k"]) == launch.BAD_INPUT
+    forms = "neither a Hugging Face directory, nor a GGUF file (.gguf), nor a hub's name such as Qwen/Qwen3-0.6B"
+    names = ", ".join(name for name, source in SOURCES.items() if not source.is_dataset)
+    expected = f"error: MODEL_PATH {given} is {forms}, nor one of {names}{end}\nNothing was"
+    assert expected in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_data_set_is_fetched_once_and_only_for_a_model(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from tools.launch import checks, hostfile, network
 from tools.launch.accelerators import count_accelerators, find_accelerator
 from tools.launch.first_plan import first_plan
 from tools.launch.head_run import HeadRun
-from tools.launch.hub import fetch_model, hub_name
+from tools.launch.hub import model_directory
 from tools.launch.job import Job, resolve_config
 from tools.launch.layout_choice import choose_layout, without_layout
 from tools.launch.node_run import NodeRun, Stopped
@@ -106,7 +106,7 @@ def _print_plan(
 
 
 def _read_job(recipe: Recipe, overrides: Sequence[str], with_weights: bool) -> tuple[Job, list[str]]:
-    """The job, and what is wrong with variables and keys, whose defaults are in it; fetches a model that a hub has.
+    """The job, and what is wrong with variables and keys, whose defaults are in it; fetches or converts the model.
 
     ValueError where there is no config at all; it has the problems of everything else too.
     """
@@ -118,9 +118,9 @@ def _read_job(recipe: Recipe, overrides: Sequence[str], with_weights: bool) -> t
         settings, problems = error.settings, error.problems
     if with_weights:
         _move_caches()
-    if recipe.cpu_config is not None and not problems and (name := hub_name(os.environ)):
-        fetched = fetch_model(name, settings.model_source, settings.output_dir, with_weights)
-        settings = replace(settings, model_path=fetched)
+    if recipe.cpu_config is not None and not problems and (path := settings.model_path):
+        given, hub, folder = os.environ["MODEL_PATH"].strip(), settings.model_source, settings.output_dir
+        settings = replace(settings, model_path=model_directory(given, path, hub, folder, with_weights))
     try:
         config = resolve_config(settings)
     except ConfigError as error:
