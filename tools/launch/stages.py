@@ -147,6 +147,12 @@ def driver_stage(job: Job) -> Stage:
     return module_stage("main_ppo", "GRPO", "verl.trainer.main_ppo", *arguments)
 
 
+def live_stage(job: Job, port: int) -> Stage:
+    """The page that shows the run while the driver trains."""
+    arguments = ("--run-dir", job.settings.output_dir, "--serve", port)
+    return module_stage("live_report", "Live report", "tools.report", *arguments)
+
+
 def closing_stages(job: Job) -> list[Stage]:
     """The stages after the training: back to Hugging Face form where the recipe wants it, then the report."""
     report = module_stage("report", "Results", "tools.report", "--run-dir", job.settings.output_dir)

@@ -103,6 +103,9 @@ CHARTS = (
     ),
 )
 
+# What the live page shows of them: each costs time of a machine that trains.
+LIVE_CHARTS = (*CHARTS[:3], Chart("seconds", "Time of a step", "seconds", {"step": "timing_s/step"}, "{:.1f}"))
+
 
 def draw(run: RunData, chart: Chart, size: tuple[float, float] = (4.8, 2.9)) -> Figure:
     """The figure, without a window system.
