@@ -1,12 +1,16 @@
-"""What becomes of a run when a stage after the training or its live page fails."""
+"""What becomes of a run when a stage after the training or its live page fails, and what its last lines say."""
 
 from __future__ import annotations
 
 import io
+import json
+import shlex
 import socket
 import time
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
@@ -16,6 +20,7 @@ from tools.launch.head_run import HeadRun
 from tools.launch.job import Job, resolve_config
 from tools.launch.processes import RunFailed
 from tools.launch.roles import find_role
+from tools.launch.serve_lines import serve_lines
 from tools.launch.settings import read_settings
 from tools.launch.stages import Stage, closing_stages
 
@@ -92,3 +97,29 @@ def test_a_live_page_that_ends_is_one_line_and_the_run_goes_on(tmp_path: Path) -
     url, line = out.getvalue().splitlines()
     assert url == f"live report: http://127.0.0.1:{job.config.trainer.live_report}/"
     assert line.startswith("the live report ended with exit status 2, and the run goes on without it: error: --serve")
+
+
+@pytest.mark.parametrize("recipe", ["gsm8k", "math_lighteval"])
+def test_the_last_lines_serve_and_ask_the_trained_model(tmp_path: Path, recipe: str) -> None:
+    """In a folder with a space and a quote, with a held-out problem that has quotes."""
+    job = _job(tmp_path / "Tom's run", recipe)
+    assert serve_lines(job) == [], "nothing is exported yet"
+    name = "export_hf" if recipe == "gsm8k" else "trained_hf/global_step_7"
+    model = tmp_path / "Tom's run" / name
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    (tmp_path / "Tom's run" / "checkpoints").mkdir()
+    (tmp_path / "Tom's run" / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("7")
+    _, serve, _, ask = serve_lines(job)
+    command = shlex.split(serve)
+    assert command[command.index("--model") + 1] == str(model) and command[0] == "env"
+    assert json.loads(shlex.split(ask)[-1])["messages"] == [{"role": "user", "content": "1 + 2 = ?"}]
+    messages = [{"role": "user", "content": 'Tom\'s "1 + 1"\nis é?'}]
+    row = {"data_source": "x", "prompt": messages, "reward_model": {"ground_truth": "2"}}
+    (tmp_path / "Tom's run" / "data" / "eval").mkdir(parents=True)
+    for path in ("test", "eval/test"):
+        pq.write_table(pa.Table.from_pylist([row]), tmp_path / "Tom's run" / "data" / f"{path}.parquet")
+    asked = shlex.split(serve_lines(job)[-1])
+    body = json.loads(asked[-1])
+    assert asked[1].endswith(":8000/v1/chat/completions") and body["messages"] == messages
+    assert body["max_tokens"] == job.config.data.max_response_length

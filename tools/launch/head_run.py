@@ -17,6 +17,7 @@ from tools.launch.node_run import NodeRun, Stopped
 from tools.launch.processes import POLL_S, OnStart, RunFailed, how_it_ended, last_lines
 from tools.launch.records import Records, files_of
 from tools.launch.roles import NodeRole
+from tools.launch.serve_lines import serve_lines
 from tools.launch.stages import Stage, closing_stages, driver_stage, live_stage, nodes_stage, stages
 from verl.trainer.config.data import file_list
 from verl.trainer.main_ppo import (
@@ -60,6 +61,8 @@ class HeadRun(NodeRun):
         status = super().run()
         if status == 0:
             self.print(f"done in {self._elapsed()}, all processes ended", "bold green")
+            for line in serve_lines(self.job):
+                self.print(line)
         elif status > 128 or self.driver is not None:
             self.print(how_to_continue(self.job.config.trainer.default_local_dir), "yellow")
         return status
