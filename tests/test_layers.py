@@ -38,7 +38,7 @@ ONLY_IN = {
     "ray": ("verl/single_controller/ray", "verl/trainer", "tools", "recipes", "tests"),
     "hydra": ("verl/trainer", "recipes", "tests"),
     "fastapi": ("vllm/entrypoints/openai",),
-    "uvicorn": ("vllm/entrypoints/openai",),
+    "uvicorn": ("vllm/entrypoints/openai", "tools/report"),  # the model's server, a run's live page
     "openai": ("tests",),
 }
 # Read before any process starts, on machines that may have neither.

@@ -38,7 +38,7 @@ def problems(job: Job, role: NodeRole) -> list[str]:
     if role.is_head:
         if job.settings.model_path is not None and not model_problems(job.settings.model_path):
             found += weight_problems(job, job.settings.model_path)
-        found += [*hub_problems(job), *parquet_problems(job)]
+        found += [*live_problems(job), *hub_problems(job), *parquet_problems(job)]
         found += [*reward_problems(job), *plugin_problems(job), *resume_problems(job)]
     return found
 
@@ -62,6 +62,19 @@ def setting_problems(settings: Settings, role: NodeRole) -> list[str]:
         if settings.model_path is not None:
             found += model_problems(settings.model_path)
     return found
+
+
+def live_problems(job: Job) -> list[str]:
+    """Whether the live report's port is free on this node, and nothing else of the run will want it."""
+    name, port = "trainer.live_report", job.config.trainer.live_report
+    if not port:
+        return []
+    others = {"RAY_PORT": job.ray_port, "MASTER_PORT": job.settings.master_port}
+    found = [
+        f"{name} and {other} are both {port}; give each a port of its own" for other in others if others[other] == port
+    ]
+    problem = network.port_problem(name, port)
+    return [*found, problem] if problem else found
 
 
 def reward_problems(job: Job) -> list[str]:

@@ -17,7 +17,8 @@ from tools.launch.node_run import NodeRun, Stopped
 from tools.launch.processes import POLL_S, OnStart, RunFailed, how_it_ended, last_lines
 from tools.launch.records import Records, files_of
 from tools.launch.roles import NodeRole
-from tools.launch.stages import Stage, closing_stages, driver_stage, nodes_stage, stages
+from tools.launch.serve_lines import serve_lines
+from tools.launch.stages import Stage, closing_stages, driver_stage, live_stage, nodes_stage, stages
 from verl.trainer.config.data import file_list
 from verl.trainer.main_ppo import (
     EXIT_DISK_FULL,
@@ -28,6 +29,7 @@ from verl.trainer.main_ppo import (
     written_folders,
 )
 from verl.utils.disk_space import has_full_disk, is_disk_full, tells_of_full_disk
+from verl.utils.net_utils import LOOPBACK
 from verl.utils.rank_log import LOG_DIR
 
 CAUSE_S = 3.0  # how long the end of a node or of Ray may be noticed after the driver's
@@ -50,6 +52,8 @@ class HeadRun(NodeRun):
         self.watches_left = MOST_WATCHES
         self.others_wait = False  # whether nodes have joined and nobody has told them how the run ended
         self.driver: subprocess.Popen[bytes] | None = None
+        self.live: subprocess.Popen[bytes] | None = None
+        self.live_log = self.log_dir / "live_report.log"
         self.records = Records(job.settings.output_dir)
 
     def run(self) -> int:
@@ -57,6 +61,8 @@ class HeadRun(NodeRun):
         status = super().run()
         if status == 0:
             self.print(f"done in {self._elapsed()}, all processes ended", "bold green")
+            for line in serve_lines(self.job):
+                self.print(line)
         elif status > 128 or self.driver is not None:
             self.print(how_to_continue(self.job.config.trainer.default_local_dir), "yellow")
         return status
@@ -91,6 +97,7 @@ class HeadRun(NodeRun):
         for stage in stages(self.job):
             self._run_unless_made(stage)
         self._keep_trainings_apart()
+        self._start_live_report()
         self._run_driver()
         for stage in closing_stages(self.job):
             self._run_stage(stage)
@@ -118,6 +125,12 @@ class HeadRun(NodeRun):
         with self.watch_log.open("ab") as log:
             command = nodes_stage("watch", "--num-nodes", str(self.job.nnodes)).command
             self.watch = self.processes.start(command, self.environment, log)
+
+    def _start_live_report(self) -> None:
+        if port := self.job.config.trainer.live_report:
+            with self.live_log.open("ab") as log:
+                self.live = self.processes.start(live_stage(self.job, port).command, self.environment, log)
+            self.print(f"live report: http://{LOOPBACK}:{port}/", "bold")
 
     def _keep_trainings_apart(self) -> None:
         """Checkpoints of another seed, data set or model must not be resumed."""
@@ -200,6 +213,10 @@ class HeadRun(NodeRun):
     def _check(self) -> None:
         """RunFailed when Ray has ended or a node is lost, Stopped after the grace; called while a command runs."""
         self._check_grace()
+        if self.live is not None and (status := self.live.poll()) is not None:
+            why = last_lines(self.live_log, 1)
+            self.print(f"the live report {how_it_ended(status)}, and the run goes on without it: {why}", "yellow")
+            self.live = None
         if self.ray is not None and (problem := self.ray.problem()) is not None:
             raise RunFailed(problem)
         if self.watch is not None and (status := self.watch.poll()) is not None:

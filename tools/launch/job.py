@@ -61,7 +61,7 @@ class Job:
         """The job with the port as a setting: where it is to be a free one, one that is free now."""
         port = self.ray_port
         if isinstance(port, str):
-            (port,) = free_ports(1, avoid=filter(None, [self.settings.master_port]))
+            (port,) = free_ports(1, avoid=filter(None, [self.settings.master_port, self.config.trainer.live_report]))
         return replace(self, settings=replace(self.settings, ray_port=port))
 
     @property

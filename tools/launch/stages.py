@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from recipes.common.recipe import ROOT
 from tools.launch.job import (
     Job,
     config_path,
@@ -147,6 +148,12 @@ def driver_stage(job: Job) -> Stage:
     return module_stage("main_ppo", "GRPO", "verl.trainer.main_ppo", *arguments)
 
 
+def live_stage(job: Job, port: int) -> Stage:
+    """The page that shows the run while the driver trains."""
+    arguments = ("--run-dir", job.settings.output_dir, "--serve", port)
+    return module_stage("live_report", "Live report", "tools.report", *arguments)
+
+
 def closing_stages(job: Job) -> list[Stage]:
     """The stages after the training: back to Hugging Face form where the recipe wants it, then the report."""
     report = module_stage("report", "Results", "tools.report", "--run-dir", job.settings.output_dir)
@@ -155,11 +162,20 @@ def closing_stages(job: Job) -> list[Stage]:
     return [*export, replace(report, is_optional=True)]  # the training is done and saved, whatever becomes of it
 
 
+def export_dir(job: Job) -> Path:
+    """The trained model as a Hugging Face directory: the converter's where there is one, else the driver's."""
+    if not job.settings.recipe.converts_back:
+        return ROOT / job.config.trainer.report_dir / "export_hf"
+    return job.settings.output_dir / "trained_hf" / f"global_step_{_last_step(job)}"
+
+
+def _last_step(job: Job) -> str:
+    return latest_step(Path(job.config.trainer.default_local_dir)) or "<last>"
+
+
 def _export_stage(job: Job) -> Stage:
     """The conversion of the last checkpoint, in torch-dist shards, to an HF directory; call it when that is written."""
-    checkpoints = Path(job.config.trainer.default_local_dir)
-    step = latest_step(checkpoints) or "<last>"
-    paths = ["--load-dir", checkpoints / f"global_step_{step}" / "actor", "--hf-config-dir", job.model_dir]
-    paths += ["--save-dir", job.settings.output_dir / "trained_hf" / f"global_step_{step}", "--resume"]
+    actor = Path(job.config.trainer.default_local_dir) / f"global_step_{_last_step(job)}" / "actor"
+    paths = ["--load-dir", actor, "--hf-config-dir", job.model_dir, "--save-dir", export_dir(job), "--resume"]
     module = "mindspeed_llm.convert_ckpt_deepseek3_mcore2hf"
     return module_stage("shards_to_hf", "Shards to Hugging Face", module, *paths)

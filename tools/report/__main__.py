@@ -1,4 +1,7 @@
-"""Command: ``python -m tools.report --run-dir OUTPUT_DIR`` draws the curves, writes the page, prints the summary."""
+"""Command: ``python -m tools.report --run-dir OUTPUT_DIR`` draws the curves, writes the page, prints the summary.
+
+With ``--serve PORT`` it shows a run that goes on at http://127.0.0.1:PORT/ and writes nothing.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +32,15 @@ def main(argv: list[str] | None = None) -> int:
     """Exit status 2 when there is nothing to report on."""
     parser = argparse.ArgumentParser(prog="python -m tools.report", description=__doc__)
     parser.add_argument("--run-dir", type=Path, required=True, help="a run's OUTPUT_DIR (trainer.report_dir)")
+    parser.add_argument("--serve", type=int, metavar="PORT", help="show a run that goes on at 127.0.0.1:PORT")
     arguments = parser.parse_args(argv)
     try:
-        write_report(arguments.run_dir)
+        if arguments.serve is not None:
+            from tools.report.live import serve
+
+            serve(arguments.run_dir.absolute(), arguments.serve)
+        else:
+            write_report(arguments.run_dir)
     except (ValueError, OSError) as error:
         Console(soft_wrap=True, markup=False, highlight=False).print(f"error: {error}", style="red")
         return 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, floor, isnan, log10
 from pathlib import Path
@@ -22,6 +22,9 @@ INK, MUTED, GRID = "#1f2937", "#6b7280", "#e5e7eb"
 COLOURS = ("#2563eb", "#d97706", "#059669")  # of a chart's curves, in order
 _LINE: dict[str, Any] = {"linewidth": 1.8, "solid_capstyle": "round"}
 _LABEL_GAP = 0.075  # between the names of two curves, of the axis
+# What a page's style sheet calls them, so that a figure in it is as light or dark as the page.
+_VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--line", "#ffffff": "--card"}
+_CURVES = {colour: f"--curve-{number}" for number, colour in enumerate(COLOURS, start=1)}
 Ends = list[tuple[float, int, str, str]]  # last value, its step, name and colour of each curve
 
 
@@ -99,6 +102,9 @@ CHARTS = (
         is_log=True,
     ),
 )
+
+# What the live page shows of them: each costs time of a machine that trains.
+LIVE_CHARTS = (*CHARTS[:3], Chart("seconds", "Time of a step", "seconds", {"step": "timing_s/step"}, "{:.1f}"))
 
 
 def draw(run: RunData, chart: Chart, size: tuple[float, float] = (4.8, 2.9)) -> Figure:
@@ -214,15 +220,20 @@ def write_png(run: RunData, chart: Chart) -> Path:
 
 def as_svg(run: RunData, chart: Chart) -> str:
     """The chart's figure as an SVG element for a page."""
-    return figure_svg(draw(run, chart), chart.name)
+    return figure_svg(draw(run, chart), chart.name, _VARIABLES | _CURVES)
 
 
-def figure_svg(figure: Figure, name: str) -> str:
-    """A figure as an SVG element for a page, its ids made unique by ``name``."""
+def figure_svg(figure: Figure, name: str, variables: Mapping[str, str] = _VARIABLES) -> str:
+    """A figure as an SVG element for a page with ``report.css``, its ids made unique by ``name``.
+
+    variables: colour -> the style sheet's name of it.
+    """
     from matplotlib import rc_context
 
     buffer = io.StringIO()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.family": "sans-serif"}):
         figure.savefig(buffer, format="svg", metadata={"Date": None})
     text = buffer.getvalue()
+    for colour, variable in variables.items():
+        text = text.replace(f": {colour}", f": var({variable})")
     return text[text.index("<svg") :]

@@ -8,12 +8,20 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.report.curves import CHARTS, as_svg
+from tools.report.curves import CHARTS, LIVE_CHARTS, Chart, as_svg
 from tools.report.phases import LABELS, STEP, phases
-from tools.report.run_data import RunData
+from tools.report.run_data import RunData, is_finite
 
 MAX_TRANSCRIPTS = 12
 MAX_CHARS = 2000
+MAX_GROUPS = 4
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+# Where a user's turn begins and ends in a prompt, in the templates of DeepSeek, of Qwen and others, and of Llama 3.
+_USER_TURNS = (
+    ("<｜User｜>", "<｜Assistant｜>"),
+    ("<|im_start|>user\n", "<|im_end|>"),
+    ("<|start_header_id|>user<|end_header_id|>\n\n", "<|eot_id|>"),
+)
 
 
 def page_style() -> str:
@@ -25,7 +33,7 @@ def render(run: RunData) -> str:
     body = "".join(
         [
             _head(run),
-            _curves(run),
+            _curves(run, CHARTS),
             _phases(run),
             _transcripts(run),
             _data(run),
@@ -34,13 +42,23 @@ def render(run: RunData) -> str:
             _last_step(run),
         ]
     )
-    name = html.escape(run.run_dir.name)
+    return document(f"{run.run_dir.name}: training report", body, POLICY)
+
+
+def document(title: str, body: str, policy: str) -> str:
+    """A whole page; ``policy``: what its browser may load and run."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{name}: training report</title><style>{page_style()}</style></head>"
+        f"<title>{html.escape(title)}</title><style>{page_style()}</style></head>"
         f"<body><main>{body}</main></body></html>\n"
     )
+
+
+def live_body(run: RunData, step: int, samples: Sequence[dict[str, Any]]) -> str:
+    """What the live page shows; ``samples``: some of training step ``step``, as the reward ledger has them."""
+    return _head(run) + _curves(run, LIVE_CHARTS) + _transcripts(run) + _samples(step, samples)
 
 
 def _head(run: RunData) -> str:
@@ -73,9 +91,9 @@ def tiles(cells: Sequence[tuple[str, str]]) -> str:
     return f'<div class="tiles">{shown}</div>'
 
 
-def _curves(run: RunData) -> str:
-    figures = "".join(f'<div class="card">{as_svg(run, chart)}</div>' for chart in CHARTS)
-    dotted = '<p class="muted small">Dotted lines: the run was resumed and learns from something else (below).</p>'
+def _curves(run: RunData, charts: Sequence[Chart]) -> str:
+    figures = "".join(f'<div class="card">{as_svg(run, chart)}</div>' for chart in charts)
+    dotted = '<p class="muted small">Dotted lines: the run was resumed and learns from something else.</p>'
     return f'<h2>Curves</h2>{dotted if run.changes else ""}<div class="charts">{figures}</div>'
 
 
@@ -114,12 +132,31 @@ def _transcripts(run: RunData) -> str:
         sides = _answer(f"step {last}", row)
         if first != last and str(row.get("prompt")) in before:
             sides = _answer(f"step {first}", before[str(row.get("prompt"))]) + sides
-        cards.append(
-            f'<div class="card" style="margin-top:12px"><div><b>{_question(row)}</b> '
-            f'<span class="muted small">truth: {_text(row.get("ground_truth"))}</span></div>'
-            f'<div class="pair">{sides}</div></div>'
-        )
+        cards.append(_card(row, sides))
     return f"<h2>Transcripts</h2>{''.join(cards)}"
+
+
+def _samples(step: int, samples: Sequence[dict[str, Any]]) -> str:
+    """The answers with the lowest and the highest score to some prompts of a training step."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in samples:
+        if "response" in row and is_finite(row.get("score")):  # a ledger may hold digests instead
+            groups.setdefault(str(row.get("uid")), []).append(row)
+    cards = []
+    for rows in list(groups.values())[:MAX_GROUPS]:
+        rows.sort(key=lambda row: row["score"])
+        shown = [{"response": row["response"]} | row.get("parts", {}) for row in (rows[0], rows[-1])]
+        sides = _answer("lowest score", shown[0]) + (_answer("highest score", shown[1]) if len(rows) > 1 else "")
+        cards.append(_card(rows[0], sides))
+    return f"<h2>Samples of step {step}</h2>{''.join(cards)}" if cards else ""
+
+
+def _card(row: dict[str, Any], sides: str) -> str:
+    return (
+        f'<div class="card" style="margin-top:12px"><div><b>{_question(row)}</b> '
+        f'<span class="muted small">truth: {_text(row.get("ground_truth"))}</span></div>'
+        f'<div class="pair">{sides}</div></div>'
+    )
 
 
 def _answer(label: str, row: dict[str, Any]) -> str:
@@ -134,9 +171,12 @@ def _answer(label: str, row: dict[str, Any]) -> str:
 
 
 def _question(row: dict[str, Any]) -> str:
-    """The user's part of the prompt: what stands between DeepSeek's user and assistant marks, when they are there."""
+    """The user's last turn in the prompt, when its template's marks are there."""
     prompt = str(row.get("prompt", ""))
-    return _text(prompt.rsplit("<｜User｜>", 1)[-1].removesuffix("<｜Assistant｜>"))
+    for begin, end in _USER_TURNS:
+        if begin in prompt:
+            prompt = prompt.rsplit(begin, 1)[1].split(end, 1)[0]
+    return _text(prompt)
 
 
 def _text(value: object) -> str:

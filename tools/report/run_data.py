@@ -12,6 +12,7 @@ from typing import Any
 
 from hf_formats.cores import THREADS
 
+MOST_BYTES = 2**18  # that are read of a step's samples
 LARGEST = 1e300  # of a value that a figure has room for
 _STEP_FILE = re.compile(r"step_(\d+)\.jsonl")
 
@@ -108,6 +109,20 @@ def step_files(folder: Path) -> dict[int, Path]:
     """The files ``step_N.jsonl`` of a folder by step, in order."""
     matches = {path: _STEP_FILE.fullmatch(path.name) for path in folder.glob("step_*.jsonl")}
     return dict(sorted((int(match[1]), path) for path, match in matches.items() if match))
+
+
+def latest_samples(run_dir: Path) -> tuple[int, list[dict[str, Any]]]:
+    """The newest training step with grades on disk, 0 without one, and its first samples as the reward ledger has them.
+
+    ValueError when the file is damaged.
+    """
+    files = step_files(run_dir / "reward_ledger")
+    if not files:
+        return 0, []
+    step = max(files)
+    with files[step].open("rb") as stream:
+        *lines, _ = stream.read(MOST_BYTES).split(b"\n")
+    return step, [record for record in map(json.loads, lines) if _is_object(record)]
 
 
 def read_jsonl(

@@ -10,6 +10,7 @@ from verl.workers.config.keys import Idle, Section, Values, at_least, beside, ke
 
 _LOGGERS = ("console", "tensorboard", "file", "wandb", "mlflow", "swanlab", "trackio", "clearml")
 _FREQUENCY = Values("use -1 for never", lambda value: value != 0)
+_PORT = Values("give a port from 1024 to 65535, or 0 for none", lambda value: value == 0 or 1024 <= value <= 65535)
 _SECONDS = Values("give seconds above 0", lambda value: value > 0)
 _NO_SAMPLES = Idle("{where}.log_samples_freq is off", lambda run, own: own.log_samples_freq <= 0)
 _NO_RESUME = Idle("{where}.resume_mode is not resume_path", lambda run, own: own.resume_mode != "resume_path")
@@ -87,6 +88,9 @@ class TrainerConfig(Section):
     train_only: str | None = None
     #: folder of metrics, ledger, traces, records and the exported model.
     report_dir: str = key("outputs", is_path=True)
+    #: port of 127.0.0.1 at which a recipe's launcher shows the run as it goes on; absent or 0 means none, and
+    #: ``tools.report --serve`` shows any run.
+    live_report: int | None = key(None, _PORT)
     export_hf: bool = True  #: write the trained model as a Hugging Face directory when the run ends.
 
     @property
