@@ -11,7 +11,7 @@ import torch
 
 from megatron.core.ops import TrainOps, reference_ops
 from megatron.core.ops.contract import AdamwSettings
-from megatron.core.ops.cpu import build, cpu_ops
+from megatron.core.ops.cpu import attention, build, cpu_ops
 from megatron.core.ops.cpu.build import run
 from megatron.core.ops.cpu.instructions import multiplies_bfloat16
 from megatron.core.ops.reference_attention import whole_sequence_attention
@@ -50,6 +50,15 @@ def test_attention_of_sequences_of_several_lengths(
     _assert_same(run, dtype, (20, 4, 8), (20, kv_heads, 8), (20, kv_heads, value_size))
 
 
+@pytest.fixture(params=["", "torch's kernel too"])
+def long_ones(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences of 128 tokens and more are left to torch's kernel in bfloat16, or none is."""
+    if request.param:
+        monkeypatch.setattr(attention, "_LONG", 128)
+        monkeypatch.setattr(attention, "_LONG_WITH_TILES", 128)
+
+
+@pytest.mark.usefixtures("long_ones")
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kv_heads", [4, 2])
@@ -65,6 +74,7 @@ def test_attention_of_long_and_short_sequences(dtype: torch.dtype, causal: bool,
     _assert_same(run, dtype, (size, 4, 8), (size, kv_heads, 8), (size, kv_heads, 6))
 
 
+@pytest.mark.usefixtures("long_ones")
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_attention_of_sequences_that_share_prompts(dtype: torch.dtype, kv_heads: int) -> None:

@@ -12,6 +12,7 @@ from recipes.common.recipe import ROOT, load_recipe
 from recipes.common.tiny_models import QWEN3
 from tools.launch import __main__ as launch
 from tools.launch.accelerators import count_accelerators
+from tools.launch.dtype_choice import KEYS, chosen_dtypes
 from tools.launch.job import Job, resolve_config
 from tools.launch.layout_choice import FILE, LayoutChoice, choose_layout, without_layout
 from tools.launch.settings import read_settings
@@ -62,7 +63,7 @@ def test_a_choice_is_kept_until_what_it_was_made_for_changes(tmp_path: Path) -> 
     assert (nothing.overrides, was_planned) == ((), False) and nothing.applied(job).config == job.config
     nothing.write(tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    replace(nothing, overrides=(f"{ENGINE}.tensor_model_parallel_size=2",)).write(tmp_path / "out")
+    replace(nothing, overrides=(f"{ENGINE}.tensor_model_parallel_size=2",), reasons=("two",)).write(tmp_path / "out")
     more = ("trainer.save_freq=7", "data.val_max_samples=3")
     longer = job_of(tmp_path, *more, devices=2, kind="cuda", PLAN_DEVICE="h100", STEPS="9", SEED="5")
     for may_plan in (True, False):
@@ -76,6 +77,23 @@ def test_a_choice_is_kept_until_what_it_was_made_for_changes(tmp_path: Path) -> 
     )
     big = job_of(tmp_path, devices=2, kind="cuda", PLAN_DEVICE="h100", MODEL_PATH=str(BIG))
     assert "is for other model" in chosen(big, may_plan=False)[0].note
+
+
+def test_the_dtype_of_a_cpu_is_measured_once_and_holds(tmp_path: Path) -> None:
+    """Of two starts in one OUTPUT_DIR the second computes as the first did, on whatever machine and in what layout."""
+    measured = chosen_dtypes(1)
+    assert {text.rpartition("=")[2] for text in measured} <= {"bfloat16", "float32"} and len(measured) == 2
+    for dtype in ("bfloat16", "float32"):
+        chosen_before = tuple(f"{key}={dtype}" for key in KEYS)
+        LayoutChoice(chosen_before, ("quicker",), {"devices": "others"}, "").write(tmp_path / "out")
+        job = job_of(tmp_path)
+        choice, _ = chosen(job, may_plan=False)
+        assert "is for other" in choice.note and choice.overrides == chosen_before
+        config = choice.applied(job).config.actor_rollout_ref
+        assert (config.actor.megatron.dtype, config.rollout.dtype) == (dtype, dtype)
+    given = job_of(tmp_path, f"{KEYS[0]}=bfloat16")
+    choice, _ = chosen(given, may_plan=False)
+    assert choice.applied(given).config.actor_rollout_ref.actor.megatron.dtype == "bfloat16"
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
 """The layout of a recipe that takes any model: chosen by the planner, and kept in OUTPUT_DIR for the next start.
 
 A choice holds until the model, the devices or the settings that it was made for change; then it is made again. No
-checkpoint stands against that, as any layout reads it; only the same layout continues bit for bit.
+checkpoint stands against that, as any layout reads it; only the same layout continues bit for bit. On a CPU the dtype
+is chosen with it, by measurement, and holds as long as OUTPUT_DIR does.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 from hf_formats.files import write_json
 from recipes.common.data_scripts import digest_of
+from tools.launch.dtype_choice import chosen_dtypes, dtypes_in
 from tools.launch.first_plan import plan_command, run_planner
 from tools.launch.job import Job, latest_step, resolve_config
 from tools.plan.devices import load_device
@@ -48,8 +50,8 @@ class LayoutChoice:
         return Job(settings, resolve_config(settings))
 
     def write(self, output_dir: Path) -> None:
-        """Keep it; a choice of nothing (--no-plan) is none."""
-        if self.overrides:
+        """Keep it; a choice without reasons (--no-plan) is none."""
+        if self.reasons:
             content = {"made_for": self.made_for, "overrides": self.overrides, "reasons": self.reasons}
             write_json(output_dir / FILE, content)
 
@@ -68,6 +70,11 @@ def choose_layout(job: Job, may_plan: bool, report: Callable[[str], object]) -> 
     cannot say.
     """
     path = job.settings.output_dir / FILE
+    kept = _kept(path)
+    dtypes = dtypes_in(kept.overrides) if kept is not None else _measured_dtypes(job) if may_plan else ()
+    if dtypes:
+        settings = replace(job.settings, chosen=dtypes)
+        job = Job(settings, resolve_config(settings))
     with tempfile.TemporaryDirectory(prefix="layout-") as folder:
         scratch = Path(folder)
         result = scratch / "choice.json"
@@ -76,13 +83,12 @@ def choose_layout(job: Job, may_plan: bool, report: Callable[[str], object]) -> 
             made_for = _made_for(job, command)
         except ValueError as error:
             raise ValueError(_cannot(error)) from error
-        kept = _kept(path)
         changed = [name for name, text in made_for.items() if kept is not None and kept.made_for.get(name) != text]
         if kept is not None and not changed:
             return kept
         if not may_plan:
             own = f"--no-plan: the config's own, on {job.npus_per_node} {job.device} device(s); nothing is chosen"
-            return LayoutChoice((), (), made_for, f"{own}, because {path} is {_stale(changed)}")
+            return LayoutChoice(dtypes, (), made_for, f"{own}, because {path} is {_stale(changed)}")
         report(f"the planner chooses a layout for {made_for['devices']} ...")
         try:
             run_planner(command, result)
@@ -96,7 +102,14 @@ def choose_layout(job: Job, may_plan: bool, report: Callable[[str], object]) -> 
         step = latest_step(Path(job.config.trainer.default_local_dir))
         of_checkpoint = "" if step is None else f"; the checkpoint of step {step} is read into the new layout"
         note += f"; {path} was {_stale(changed)}{of_checkpoint}"
-    return LayoutChoice(tuple(found["overrides"]), tuple(found["reasons"]), made_for, note)
+    reasons = [f"{text}: on this CPU the quicker one, by a margin" for text in dtypes]
+    return LayoutChoice((*dtypes, *found["overrides"]), (*reasons, *found["reasons"]), made_for, note)
+
+
+def _measured_dtypes(job: Job) -> tuple[str, ...]:
+    """On a CPU the overrides of the dtypes that are right there, unless the user gives one."""
+    is_open = job.device == "cpu" and not dtypes_in(job.settings.overrides)
+    return chosen_dtypes(job.npus_per_node) if is_open else ()
 
 
 def _stale(changed: Collection[str]) -> str:

@@ -1,11 +1,12 @@
 """Attention over packed sequences on a CPU: all of them in one kernel, in float32 arithmetic.
 
-Where the processor multiplies bfloat16, long sequences in bfloat16 go through torch's kernel, which uses that.
+Where the processor multiplies bfloat16, very long sequences in bfloat16 go through torch's kernel, which uses that.
 Letters: T packed tokens, N query heads, M heads of keys and values, D head size, L tokens of a sequence.
 """
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from typing import Any
 
@@ -15,11 +16,13 @@ from torch import Tensor
 
 from megatron.core.ops import reference
 from megatron.core.ops.cpu.build import has_dtype, run
-from megatron.core.ops.cpu.instructions import multiplies_bfloat16
+from megatron.core.ops.cpu.instructions import multiplies_bfloat16, multiplies_tiles
 from megatron.core.ops.reference_attention import whole_sequence_attention
 from megatron.core.packed_seq_params import SharedPrompts
 
-_LONG = 128  # tokens from which torch's kernel is worth a call of its own
+# Tokens from which torch's kernel is quicker. Each sequence is a call of its own, and its backward alone costs
+# milliseconds: with AVX512-BF16, 9 heads of 64 or 16 of 192, it takes 3 to 6 times as long up to 512 tokens.
+_LONG, _LONG_WITH_TILES = 4096, 512
 
 
 def core_attention(
@@ -29,24 +32,28 @@ def core_attention(
     if not has_dtype(q):
         return reference.core_attention(q, k, v, cu_seqlens, max_seqlen, scale, causal)
     long = []
-    if _has_torch_kernel(q, max_seqlen):
-        long = [slice(*span) for span in pairwise(cu_seqlens.tolist()) if span[1] - span[0] >= _LONG]
+    shortest = _shortest_for_torch(q)
+    if max_seqlen >= shortest:
+        long = [slice(*span) for span in pairwise(cu_seqlens.tolist()) if span[1] - span[0] >= shortest]
     starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
     spans_B4 = torch.stack((starts, starts, starts, ends), 1)
-    return _attend(q, k, v, spans_B4[ends - starts < _LONG] if long else spans_B4, long, scale, causal)
+    return _attend(q, k, v, spans_B4[ends - starts < shortest] if long else spans_B4, long, scale, causal)
 
 
 def shared_prompt_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, shared: SharedPrompts
 ) -> Tensor:
     """See ``contract.SharedPromptAttention``: a prompt attends once, and each sequence's own tokens to it."""
-    if not has_dtype(q) or _has_torch_kernel(q, max_seqlen):
+    if not has_dtype(q) or max_seqlen >= _shortest_for_torch(q):
         return whole_sequence_attention(core_attention, q, k, v, cu_seqlens, max_seqlen, scale, shared)
     return _attend(q, k, v, shared.spans_B4, [], scale, True)
 
 
-def _has_torch_kernel(q: Tensor, max_seqlen: int) -> bool:
-    return max_seqlen >= _LONG and q.dtype == torch.bfloat16 and multiplies_bfloat16()
+def _shortest_for_torch(q: Tensor) -> float:
+    """Tokens of the shortest sequence that is left to torch's kernel."""
+    if q.dtype != torch.bfloat16 or not multiplies_bfloat16():
+        return math.inf
+    return _LONG_WITH_TILES if multiplies_tiles() else _LONG
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, spans_B4: Tensor, long: list[slice], scale: float, causal: bool) -> Tensor:

@@ -20,6 +20,12 @@ def multiplies_bfloat16() -> bool:
     return not instructions().isdisjoint(_BFLOAT16_INSTRUCTIONS)
 
 
+@cache
+def multiplies_tiles() -> bool:
+    """Whether this CPU multiplies whole tiles of bfloat16 (AMX)."""
+    return "amx_bf16" in instructions()
+
+
 def is_widened(x: Tensor) -> bool:
     """Whether products of x's dtype are made from float32 copies."""
     return x.dtype in (torch.bfloat16, torch.float16) and not multiplies_bfloat16()
