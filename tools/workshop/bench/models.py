@@ -57,7 +57,8 @@ _COMMON = {
 _SMALL = small_config(256, 4, 16, 2048) | {"num_attention_heads": 8, "num_key_value_heads": 8, "q_lora_rank": 64}
 _ATTENTION = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 # A: small, with DeepSeek-V3's own widths of latent attention; B: what fills this kind of machine; C: small throughout;
-# tiny: the least model that runs, where a step is the host's; qwen3, qwen3_moe: attention of groups.
+# tiny: the least model that runs, where a step is the host's; qwen3, qwen3_moe: attention of groups; smollm2-135m: what
+# a laptop trains.
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "A": _SMALL | dict(zip(_ATTENTION, (512, 64, 128, 128), strict=True)) | _COMMON,
     "B": small_config(1024, 8, 32, 2048) | _COMMON,
@@ -69,6 +70,24 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "qwen3": model_config("qwen3_0.6b") | _ENDS,
     "qwen3_moe": model_config("qwen3_30b_a3b", divide=8) | {"num_attention_heads": 4, "num_key_value_heads": 1} | _ENDS,
 }
+_SMOLLM2 = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100000.0,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+}
+CHECKPOINTS["smollm2-135m"] = _SMOLLM2 | _ENDS
 
 
 def parsed(raw: dict[str, Any]) -> HFModelConfig:

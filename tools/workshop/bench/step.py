@@ -178,7 +178,7 @@ def _problems(options: argparse.Namespace) -> list[str]:
 def _options() -> argparse.ArgumentParser:
     parser = parser_of("step", __doc__)
     add_engine_options(parser, ENGINES, ("ours",), "float32", VARIANTS)
-    parser.add_argument("--checkpoint", default="C", help=f"of {', '.join(CHECKPOINTS)} (default: C)")
+    parser.add_argument("--checkpoint", "--model", default="C", help=f"of {', '.join(CHECKPOINTS)} (default: C)")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of a round, after one warm-up")
     parser.add_argument("--rounds", type=int, default=2, help="processes of each engine, one after the other")
     parser.add_argument("--num-prompts", type=int, default=8)
