@@ -18,7 +18,7 @@ import torch
 from hf_formats.config import load_hf_config
 from recipes.common.recipe import load_recipe
 from recipes.common.tiny_models import QWEN3
-from recipes.common.tokenizer import write_tokenizer
+from recipes.common.tokenizer import CHATML, DEEPSEEK, ChatForm, write_tokenizer
 from recipes.gsm8k.curriculum import DegreeCurriculum
 from recipes.gsm8k.gsm8k import INSTRUCTION, main
 from recipes.gsm8k.reward import compute_score
@@ -31,6 +31,7 @@ from tools.plan.model_work import model_work
 from verl.utils.dataset.creation import sampler_class
 from verl.utils.dataset.loader import ResumableLoader
 from verl.utils.parquet import schema_problems
+from verl.utils.tokenizer import hf_tokenizer
 
 MODEL = str(QWEN3.directory)  # a config that says how large it is
 
@@ -156,6 +157,14 @@ def test_examples_that_do_not_fit_are_refused(tmp_path: Path, capsys: pytest.Cap
         "--num_shots 3 (NUM_SHOTS): 0 of 2697 training prompts have at most 40 tokens, the longest has"
         in capsys.readouterr().out
     )
+
+
+@pytest.mark.parametrize("form", [CHATML, DEEPSEEK], ids=["qwen", "deepseek"])
+def test_the_tiny_models_read_examples_as_their_template_writes_them(tmp_path: Path, form: ChatForm) -> None:
+    prompt = made(tmp_path, "--degrees", "1", "--num_shots", 2)[0]["prompt"]
+    write_tokenizer([message["content"] for message in prompt], tmp_path / "tokenizer", 320, 512, form=form)
+    tokenizer = hf_tokenizer(str(tmp_path / "tokenizer"))
+    assert form.text(prompt) == tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
 
 
 def settings_of(given: Mapping[str, str], *overrides: str) -> tuple[Settings, str | None]:
