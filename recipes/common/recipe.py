@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -21,7 +21,8 @@ RECIPES = ROOT / "recipes"
 class RecipeInputs:
     """What a run gives a recipe's functions: where its data goes, the seed, and what the user named, None or "" if not.
 
-    ``max_prompt_length`` is the config's, in tokens; None before the config is resolved.
+    ``max_prompt_length`` is the config's, in tokens; None before the config is resolved. ``own`` are the recipe's own
+    variables that are given, by name.
     """
 
     data_dir: Path
@@ -30,6 +31,7 @@ class RecipeInputs:
     eval_input: str = ""
     model_path: Path | None = None
     max_prompt_length: int | None = None
+    own: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,11 @@ class Recipe:
     ``shards`` is the form of the weights that training starts from; with ``converts_back`` the last checkpoint is
     converted to an HF directory. ``tiny_model`` is what it starts from where no model is given, after a warm-up on its
     corpus.
+
+    ``own_variables`` are further variables of this recipe, name -> default as shown and meaning; ``own_problems``
+    returns their faults, and ``own_overrides`` the keys of the config that follow from them. ``needs_input`` is False
+    where the data script needs neither the input nor generated problems. ``small_variables`` are what a small model on
+    a CPU starts with, in ``small_config`` where no input is needed.
     """
 
     name: str
@@ -75,6 +82,12 @@ class Recipe:
     eval_default: str = ""
     eval_problems: Callable[[str], list[str]] = lambda text: []
     eval_sets: Callable[[RecipeInputs], tuple[str, ...]] = lambda inputs: ()
+    own_variables: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    own_problems: Callable[[RecipeInputs], list[str]] = lambda inputs: []
+    own_overrides: Callable[[RecipeInputs], Mapping[str, object]] = lambda inputs: {}
+    needs_input: Callable[[RecipeInputs], bool] = lambda inputs: True
+    small_config: str | None = None
+    small_variables: Callable[[RecipeInputs], Mapping[str, str]] = lambda inputs: {}
 
     def default_config(self, accelerator: str, has_model: bool) -> str:
         """The config where the user names none, on this machine with or without MODEL_PATH."""

@@ -53,7 +53,7 @@ class ChatForm:
     opening: str
 
     def text(self, messages: Iterable[dict[str, str]]) -> str:
-        """The template's text of system and user messages, up to the start of the assistant's turn."""
+        """The template's text of the messages, up to the start of the assistant's next turn."""
         turns = [(self.turns[message["role"]], message["content"]) for message in messages]
         return self.beginning + "".join(before + text + after for (before, after), text in turns) + self.opening
 
@@ -66,7 +66,7 @@ DEEPSEEK = ChatForm(
     roles=ROLE_TOKENS,
     template=_DEEPSEEK_TEMPLATE,
     beginning=BOS,
-    turns={"system": ("", ""), "user": (USER, "")},
+    turns={"system": ("", ""), "user": (USER, ""), "assistant": (ASSISTANT, EOS)},
     opening=ASSISTANT,
 )
 CHATML = ChatForm(
@@ -77,7 +77,7 @@ CHATML = ChatForm(
     roles=(),
     template=_CHATML_TEMPLATE,
     beginning="",
-    turns={role: (f"{START}{role}\n", f"{END}\n") for role in ("system", "user")},
+    turns={role: (f"{START}{role}\n", f"{END}\n") for role in ("system", "user", "assistant")},
     opening=f"{START}assistant\n",
 )
 

@@ -90,17 +90,17 @@ class QuestionForm:
         made_from = {"digest": data_scripts.digest_of(self.settings, chain.from_iterable(files.values()))}
         if is_made_from(local_dir, made_from):
             return None
-        rows = {}
-        for side in SIDES:
-            sources = (
-                (f"{file}: row {i}", row) for file in files[side] for i, row in enumerate(self.source_rows(file))
-            )
-            found = ((where, self.converted_row(row, side, index)) for index, (where, row) in enumerate(sources))
-            rows[side] = data_scripts.usable_rows(found, ", ".join(map(str, files[side])))
+        rows = {side: self.side_rows(side, files[side]) for side in SIDES}
         for side in SIDES:
             data_scripts.write_parquet(rows[side], outputs[side], self.carried, self.extra_texts)
         write_stamp(local_dir, made_from, outputs.values())
         return {side: len(rows[side]) for side in SIDES}
+
+    def side_rows(self, side: str, files: Sequence[Path]) -> list[dict[str, Any]]:
+        """The converted rows of a side's files; ValueError that names every row that cannot be used."""
+        sources = ((f"{file}: row {i}", row) for file in files for i, row in enumerate(self.source_rows(file)))
+        found = ((where, self.converted_row(row, side, index)) for index, (where, row) in enumerate(sources))
+        return data_scripts.usable_rows(found, ", ".join(map(str, files)))
 
     def main(self, description: str | None, default_dir: str, argv: list[str] | None = None) -> int:
         """Command line; returns the exit status, 2 for an input that a user can mend."""
@@ -108,15 +108,15 @@ class QuestionForm:
         parser.add_argument(*INPUT, type=user_path, required=True, help=f"folder of {self.name}")
         parser.add_output("where the parquet files go", default_dir)
         args = parser.parse_args(argv)
+        return data_scripts.run_data_script(lambda: self.report(args.input_dir, args.output_dir), args.output_dir)
 
-        def run() -> list[str] | None:
-            counts = self.convert(args.input_dir, args.output_dir)
-            if counts is None:
-                return None
-            sides = f"train.parquet ({counts['train']} rows) and test.parquet ({counts['test']})"
-            return [f"wrote {sides} to {args.output_dir}"]
-
-        return data_scripts.run_data_script(run, args.output_dir)
+    def report(self, input_dir: Path, local_dir: Path) -> list[str] | None:
+        """``convert``, and what it has written as lines for a person; None when there was nothing to do."""
+        counts = self.convert(input_dir, local_dir)
+        if counts is None:
+            return None
+        sides = f"train.parquet ({counts['train']} rows) and test.parquet ({counts['test']})"
+        return [f"wrote {sides} to {local_dir}"]
 
 
 def _inputs(folder: Path, starts: Sequence[str]) -> list[Path]:

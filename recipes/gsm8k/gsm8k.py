@@ -13,6 +13,7 @@ if not __package__:  # run by its path: the repository's packages must be found
 from recipes.common import data_scripts
 from recipes.common.math_answers import true_answer
 from recipes.common.two_sides import QuestionForm
+from recipes.gsm8k import degrees
 
 DATA_SOURCE = "openai/gsm8k"
 INSTRUCTION = ' Let\'s think step by step and output the final answer after "####".'
@@ -48,7 +49,7 @@ FORM = QuestionForm(
     settings={"form": FORM_VERSION, "instruction": INSTRUCTION},
     extra_texts=COLUMNS,
 )
-main = partial(FORM.main, __doc__, "~/data/gsm8k")
+main = partial(degrees.main, FORM, __doc__, "~/data/gsm8k")
 
 
 if __name__ == "__main__":

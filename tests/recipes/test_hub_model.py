@@ -37,9 +37,10 @@ def run_on(endpoint: str, tmp_path: Path, *arguments: str) -> subprocess.Complet
 
 
 @pytest.mark.slow
-def test_a_plan_needs_the_description_alone(tmp_path: Path) -> None:
+def test_a_plan_needs_the_description_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = {"config.json": json.dumps(QWEN3.config).encode(), **FILES}
     with hub({f"models/{NAME}": content, NAME: content}) as endpoint:
+        monkeypatch.setenv("DEGREES", "4")  # GSM8K itself, which a small model does not start with
         done = run_on(endpoint, tmp_path, "-m", "tools.launch", "gsm8k", "--print-plan")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Plan: gsm8k_cpu on 1 x 1 cpu devices" in done.stdout

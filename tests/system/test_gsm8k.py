@@ -56,6 +56,7 @@ def test_a_model_of_ones_own_trains_resumes_and_is_exported(tmp_path: Path, widt
     (model / "generation_config.json").write_text('{"eos_token_id": [2, 0]}')
     (tmp_path / "reward.py").write_text(REWARD)
     given = {"SETUP": "no", "VENV_DIR": sys.prefix, "MODEL_PATH": str(model), "INPUT_DIR": str(DATA)}
+    given |= {"DEGREES": "4", "NUM_SHOTS": "0"}  # GSM8K itself, whatever the size
     overrides = [
         "data.train_batch_size=2",
         "actor_rollout_ref.actor.ppo_mini_batch_size=2",

@@ -111,10 +111,10 @@ class Longer(RLHFDataset):
 
 
 class EasyFirst(AbstractCurriculumSampler):
-    "The rows by level, and after an update from the highest level down."
+    "The rows by level, and after an update from the highest level down if it turns."
 
-    def __init__(self, data_source, data_config):
-        self.levels = [data_source[i]["level"] for i in range(len(data_source))]
+    def __init__(self, data_source, data_config, turns=False):
+        self.levels, self.turns = [data_source[i]["level"] for i in range(len(data_source))], turns
         self.downwards = False
 
     def __iter__(self):
@@ -129,7 +129,8 @@ class EasyFirst(AbstractCurriculumSampler):
 
     def update(self, batch):
         assert len(batch.batch["advantages"]) == len(batch.non_tensor_batch["level"])
-        self.downwards = True
+        self.downwards = self.turns
+        return {"order/turned": float(self.downwards)}
 """
 FILTER = """
 def keeps_mixed(config, group):
@@ -201,7 +202,7 @@ def test_a_users_data_set_and_sampler(local_ray: None, root: Path, name: str, fi
     records = _run(
         root,
         f"data.custom_cls={{path:{root / 'data.py'},name:{name}}}",
-        f"data.sampler={{class_path:{root / 'data.py'},class_name:EasyFirst}}",
+        f"data.sampler={{class_path:{root / 'data.py'},class_name:EasyFirst,kwargs:{{turns:True}}}}",
         override("data.train_files", root / files),
         override("data.val_files", root / files),
     )
@@ -213,6 +214,7 @@ def test_a_users_data_set_and_sampler(local_ray: None, root: Path, name: str, fi
         found.append(sorted((i * 5) % 16 if name == "Questions" else i for i in asked))
         assert {line["data_source"] for line in lines} == {"questions" if name == "Questions" else "digits"}
     assert found == [[0, 1, 2, 3], [12, 13, 14, 15]]
+    assert [record.get("order/turned") for record in records] == [None, 1.0, 1.0]
 
 
 @pytest.mark.timeout(240)

@@ -31,6 +31,7 @@ from tools.launch.print_plan import print_plan
 from tools.launch.records import Records
 from tools.launch.roles import NodeRole, find_role
 from tools.launch.settings import SettingsError, read_settings
+from tools.launch.small_model import with_small_model
 from tools.launch.worker_run import WorkerRun
 from verl.trainer.config import ConfigError
 from verl.utils.net_utils import LOOPBACK
@@ -121,6 +122,9 @@ def _read_job(recipe: Recipe, overrides: Sequence[str], with_weights: bool) -> t
     if recipe.cpu_config is not None and not problems and (path := settings.model_path):
         given, hub, folder = os.environ["MODEL_PATH"].strip(), settings.model_source, settings.output_dir
         settings = replace(settings, model_path=model_directory(given, path, hub, folder, with_weights))
+    if not problems:
+        settings, line = with_small_model(settings, os.environ)
+        print(f"{line}\n" if line else "", end="", flush=True)
     try:
         config = resolve_config(settings)
     except ConfigError as error:

@@ -119,6 +119,7 @@ def run_overrides(settings: Settings, model_dir: Path, rollout_nnodes: int = 0) 
         "custom_reward_function.path": settings.recipe.reward_path,
         "trainer.default_local_dir": settings.output_dir / "checkpoints",
         "trainer.report_dir": settings.output_dir,
+        **settings.recipe.own_overrides(settings.recipe_inputs),
     }
     if settings.steps is not None:
         derived["trainer.total_training_steps"] = settings.steps

@@ -110,7 +110,7 @@ def _print_environment(job: Job, node: NodeRole, console: Console, rank: int) ->
     given = {"NNODES": str(job.nnodes), "MASTER_ADDR": node.master_addr, "NODE_RANK": str(rank)}
     given |= {"CONFIG_NAME": settings.config_name, "OUTPUT_DIR": str(settings.output_dir)}
     names = [name for name in variables(settings.recipe) if name not in (*given, *SECRETS, HOSTFILE)]
-    given |= {name: os.environ[name] for name in names if os.environ.get(name)}
+    given |= {name: os.environ[name] for name in names if os.environ.get(name)} | dict(settings.own)
     prefix = " ".join(f"{name}={shlex.quote(value)}" for name, value in given.items())
     overrides = "".join(f" {shlex.quote(text)}" for text in settings.overrides)
     console.print(f"  {prefix} {settings.recipe.start_command}{overrides}")

@@ -82,6 +82,7 @@ class Settings:
     num_accelerators: int = 0
     chosen: tuple[str, ...] = ()
     model_source: str = "huggingface"
+    own: Mapping[str, str] = field(default_factory=dict)  # the recipe's own variables, those that are given
     model_path: Path | None = _variable(  # noqa: RUF009 - a field
         PATH,
         "HF directory (FP8 as published, BF16); no weights if none are read",
@@ -126,7 +127,7 @@ class Settings:
         """Whether the planner chooses the layout: for any model, in the recipe's own configs."""
         recipe = self.recipe
         takes_any = self.model_path is not None and recipe.cpu_config is not None
-        return takes_any and self.config_name in (recipe.full_config, recipe.cpu_config)
+        return takes_any and self.config_name in (recipe.full_config, recipe.cpu_config, recipe.small_config)
 
     @property
     def num_devices(self) -> int | None:
@@ -148,7 +149,7 @@ class Settings:
     @property
     def recipe_inputs(self) -> RecipeInputs:
         """What the recipe's functions read of these settings."""
-        return RecipeInputs(self.data_dir, self.seed, self.input_path, self.eval_input, self.model_path)
+        return RecipeInputs(self.data_dir, self.seed, self.input_path, self.eval_input, self.model_path, own=self.own)
 
     @property
     def dist_ckpt_dir(self) -> Path:
@@ -177,6 +178,7 @@ def variables(recipe: Recipe) -> dict[str, tuple[str, str]]:
         ),
         recipe.input_variable: (recipe.input_default, recipe.input_meaning),
         **({recipe.eval_variable: (recipe.eval_default, eval_meaning)} if recipe.eval_variable else {}),
+        **recipe.own_variables,
         **({"MODEL_SOURCE": ("huggingface", _HUBS)} if recipe.cpu_config else {}),
         "OUTPUT_DIR": (f"outputs/{recipe.name}", "everything the run writes, on a disk that all nodes share"),
         **{name: (one["shown"], one["meaning"]) for name, one in _VARIABLES.items()},
@@ -189,7 +191,8 @@ def _default_config(recipe: Recipe) -> str:
     devices = " or ".join(names[device] for device in recipe.accelerators)
     if recipe.cpu_config is None:
         return f"{recipe.tiny_config}; with {devices} {recipe.full_config}"
-    return f"{recipe.tiny_config}; with MODEL_PATH {recipe.cpu_config}, on {devices} {recipe.full_config}"
+    small = f" or, for a small model, {recipe.small_config}" if recipe.small_config else ""
+    return f"{recipe.tiny_config}; with MODEL_PATH {recipe.cpu_config}{small}, on {devices} {recipe.full_config}"
 
 
 def read_settings(
@@ -227,9 +230,12 @@ def read_settings(
         accelerator=accelerator,
         num_accelerators=num_accelerators,
         model_source=hub,
+        own={name: text for name in recipe.own_variables if (text := environment.get(name, "").strip())},
         **given,
     )
     problems += recipe.eval_problems(settings.eval_input)
+    if wrong_own := recipe.own_problems(settings.recipe_inputs):
+        problems, settings = [*problems, *wrong_own], replace(settings, own={})
     problems += [f"{name} is not used any more: {reason}" for name, reason in REMOVED.items() if environment.get(name)]
     wrong = [text for text in overrides if "=" not in text and not text.startswith("~")]
     problems += [

@@ -55,19 +55,20 @@ def stages(job: Job) -> list[Stage]:
 
 
 def _data_stages(job: Job) -> list[Stage]:
-    """Generated problems unless the recipe's input is given; then parquet files."""
+    """Generated problems where the recipe's input is wanted and not given; then parquet files."""
     settings, recipe = job.settings, job.settings.recipe
     inputs = replace(settings.recipe_inputs, max_prompt_length=job.config.data.max_prompt_length)
     if given := [text for text in settings.overrides if text.lstrip("+").startswith("data.train_files=")]:
         return [Stage("data", "Data", skip_reason=f"{given[-1]} is given")]
-    if settings.input_path is None and settings.model_path is not None and recipe.hub_input is not None:
+    needs_input = recipe.needs_input(inputs)
+    if needs_input and settings.input_path is None and settings.model_path is not None and recipe.hub_input is not None:
         name, inner = recipe.hub_input
         directory = settings.output_dir / "hub" / name
         data = module_stage("data", "Data", recipe.data_module, *recipe.data_arguments(inputs, directory / inner))
         return [_fetch_stage(job, name, directory, directory / inner), data]
     source = settings.input_path or settings.data_dir / recipe.problems_output
     data = module_stage("data", "Data", recipe.data_module, *recipe.data_arguments(inputs, source))
-    if settings.input_path is not None:
+    if settings.input_path is not None or not needs_input:
         return [data]
     arguments = ("--output", source, "--seed", settings.seed)
     return [module_stage("problems", "Problems", recipe.problems_module, *arguments), data]

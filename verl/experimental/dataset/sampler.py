@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sized
+from collections.abc import Mapping, Sized
 from typing import Any
 
 from torch.utils.data import Sampler
@@ -20,6 +20,7 @@ class AbstractSampler(Sampler[int]):
     Args:
         data_source: the data set.
         data_config: the section ``data`` of the config.
+        further ones: ``data.sampler.kwargs``, by name.
     """
 
     @abstractmethod
@@ -30,5 +31,8 @@ class AbstractCurriculumSampler(AbstractSampler):
     """A sampler that sees every step's samples; indices are drawn batch by batch, so it decides the next step's."""
 
     @abstractmethod
-    def update(self, batch: DataProto) -> None:
-        """Called after each step with its samples: ``index``, ``uid``, rewards, advantages and all other columns."""
+    def update(self, batch: DataProto) -> Mapping[str, float] | None:
+        """Called after each step with its samples: ``index``, ``uid``, rewards, advantages and all other columns.
+
+        Returns metrics of the step, if any.
+        """

@@ -38,6 +38,8 @@ class SamplerConfig(Section):
     #: a subclass of ``verl.experimental.dataset.sampler.AbstractSampler``, for which ``shuffle`` and ``seed`` then are;
     #: with ``trainer.schedule=sync`` only.
     class_name: str | None = None
+    #: further keyword arguments of the class.
+    kwargs: dict[str, Any] = key(dict, beside("class_path", None), takes_names=True)
 
     def contradictions(self, where: str) -> Iterator[str]:
         yield from _pair_problems(where, class_path=self.class_path, class_name=self.class_name)

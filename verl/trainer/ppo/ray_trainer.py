@@ -320,7 +320,7 @@ class RayPPOTrainer:
                     config.training_layout.context_parallel_size,
                 )
                 if isinstance(self.train_loader.sampler, AbstractCurriculumSampler):
-                    self.train_loader.sampler.update(batch)
+                    metrics |= self.train_loader.sampler.update(batch) or {}
                 # Every rank has the same metrics, those of the whole batch.
                 metrics |= {name: values[0] for name, values in report["metrics"].items()}
                 metrics |= compute_rank_metrics(report.get("by_rank", {}))

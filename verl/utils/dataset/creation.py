@@ -24,7 +24,7 @@ def create_rl_dataset(files: list[str], data: DataConfig, tokenizer: Any, max_sa
 def create_rl_sampler(data: DataConfig, dataset: Any) -> AbstractSampler | None:
     """The sampler of ``data.sampler``, if any."""
     chosen = sampler_class(data)
-    return None if chosen is None else chosen(data_source=dataset, data_config=_tree(data))
+    return None if chosen is None else chosen(data_source=dataset, data_config=_tree(data), **data.sampler.kwargs)
 
 
 def dataset_class(data: DataConfig) -> type:
@@ -56,9 +56,9 @@ def sampler_class(data: DataConfig) -> type[AbstractSampler] | None:
         module = AbstractSampler.__module__
         raise ValueError(f"{where} is {chosen!r}; expected a class derived from {module}.AbstractSampler")
     try:
-        inspect.signature(chosen).bind(data_source=None, data_config=None)
+        inspect.signature(chosen).bind(data_source=None, data_config=None, **data.sampler.kwargs)
     except TypeError as error:
-        arguments = "data_source, data_config"
+        arguments = "data_source, data_config and data.sampler.kwargs"
         raise ValueError(f"{where}{inspect.signature(chosen)}: {error}; it is made with {arguments}") from error
     if inspect.isabstract(chosen):
         raise ValueError(f"{where} lacks methods that AbstractSampler or AbstractCurriculumSampler asks for")
