@@ -30,6 +30,9 @@ KEPT_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(2**25),
     "MALLOC_CONF": "dirty_decay_ms:-1",
 }
+# Threads that wait for work sleep soon: for the milliseconds that GNU's OpenMP would have them spin, they take the cores
+# from whatever else runs, which on a laptop is a browser at least.
+WAITING_THREADS = {"GOMP_SPINCOUNT": "1000"}
 _EXPORT = re.compile(r'^export (\w+)="\$\{\w+:-([^}]*)\}"', re.MULTILINE)
 
 
@@ -106,7 +109,8 @@ def run_variables(job: Job, role: NodeRole) -> dict[str, str]:
         variables["NCCL_SOCKET_IFNAME"] = role.interface
     else:
         variables["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-        variables |= {name: os.environ.get(name) or value for name, value in KEPT_MEMORY.items()}
+        defaults = KEPT_MEMORY | WAITING_THREADS
+        variables |= {name: os.environ.get(name) or value for name, value in defaults.items()}
     return variables
 
 
