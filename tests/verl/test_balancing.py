@@ -16,6 +16,7 @@ from verl.utils.partitions import (
     partitions_within,
     split_to,
 )
+from verl.workers.actor import megatron_actor
 from verl.workers.actor.megatron_actor import split_rows
 
 
@@ -123,6 +124,20 @@ def test_micro_batches_hold_whole_prompts_as_far_as_they_fit() -> None:
     assert prompts_of(12) == [(2, 12), (2, 12), (1, 8)]
     assert prompts_of(limit=360) == [(2, 16)] * 2 and prompts_of(limit=359) == [(1, 8)] * 4
     assert prompts_of(limit=150) == [(1, 4)] * 8
+
+
+def test_a_rank_that_needs_more_micro_batches_splits_prompts_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = RowTokens([10] * 32, [100] * 32, [row % 4 for row in range(32)])
+
+    def sizes_of(wanted: int) -> list[int]:
+        monkeypatch.setattr(megatron_actor, "reduce_over", lambda *_: torch.tensor([wanted]))
+        with one_process_groups() as groups:
+            chunks = split_rows(tokens, micro_batch_size=1, max_token_len=360, dp_group=groups.dp)
+        assert sorted(row for chunk in chunks for row in chunk) == list(range(32))
+        return [len(chunk) for chunk in chunks]
+
+    assert sizes_of(2) == [16] * 2 and sizes_of(3) == [16, 8, 8] and sizes_of(4) == [8] * 4
+    assert sizes_of(5) == [8] * 3 + [4] * 2 and sizes_of(33) == [1] * 32 + [0]
 
 
 def test_sixteen_thousand_ranks_are_balanced_in_time() -> None:

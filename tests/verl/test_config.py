@@ -196,6 +196,17 @@ def test_samples_share_their_prompt_unless_something_forbids_it() -> None:
     assert "NPU" in reason("npu") and "share_prompts is False" in reason("cpu", f"{switch}=False")
 
 
+@pytest.mark.parametrize(("experts", "mode"), [({}, "disabled"), ({"n_routed_experts": 8}, "R2")])
+def test_several_updates_replay_routing_only_where_there_are_experts(
+    tmp_path: Path, experts: dict[str, int], mode: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 3, "vocab_size": 100, **experts}))
+    given = [override("actor_rollout_ref.model.path", tmp_path), "actor_rollout_ref.actor.ppo_mini_batch_size=8"]
+    actor = load_config([*RUNNABLE, *given]).actor_rollout_ref.actor
+    assert actor.router_replay.mode == mode
+    assert bool(actor.skip_sharing_reason("cpu")) == bool(experts)
+
+
 def test_the_default_names_are_registered() -> None:
     """A run with the defaults of estimator, loss and reward manager is checked without their registries."""
     config = load_config(RUNNABLE)
