@@ -181,11 +181,30 @@ def test_shared_prompts_are_refused_with_what_needs_whole_sequences() -> None:
     text = "\n".join(validate_config(load_config([*RUNNABLE, *given, f"{actor}.share_prompts=True"])))
     for name in ("context_parallel_size is 2", "router_replay.mode is R2", "mtp_num_layers", "seq_aux_loss"):
         assert any("share_prompts is True" in line and name in line for line in text.splitlines()), name
-    for value in ("auto", "False"):
-        config = load_config([*RUNNABLE, *given, f"{actor}.share_prompts={value}"])
-        assert not config.actor_rollout_ref.actor.shares_prompts
+    for other, name in zip(given, ("context_parallel_size", "replay", "mtp_num_layers", "seq_aux_loss"), strict=True):
+        config = load_config([*RUNNABLE, other])
+        assert name in config.actor_rollout_ref.actor.skip_sharing_reason("cpu")
         assert "share_prompts" not in "\n".join(validate_config(config))
-    assert load_config([*RUNNABLE, f"{actor}.share_prompts=auto"]).actor_rollout_ref.actor.shares_prompts
+
+
+def test_samples_share_their_prompt_unless_something_forbids_it() -> None:
+    def reason(device: str, *given: str) -> str:
+        return load_config([*RUNNABLE, *given]).actor_rollout_ref.actor.skip_sharing_reason(device)
+
+    switch = "actor_rollout_ref.actor.share_prompts"
+    assert reason("cpu") == reason("cuda") == reason("npu", f"{switch}=True") == ""
+    assert "NPU" in reason("npu") and "share_prompts is False" in reason("cpu", f"{switch}=False")
+
+
+@pytest.mark.parametrize(("experts", "mode"), [({}, "disabled"), ({"n_routed_experts": 8}, "R2")])
+def test_several_updates_replay_routing_only_where_there_are_experts(
+    tmp_path: Path, experts: dict[str, int], mode: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 3, "vocab_size": 100, **experts}))
+    given = [override("actor_rollout_ref.model.path", tmp_path), "actor_rollout_ref.actor.ppo_mini_batch_size=8"]
+    actor = load_config([*RUNNABLE, *given]).actor_rollout_ref.actor
+    assert actor.router_replay.mode == mode
+    assert bool(actor.skip_sharing_reason("cpu")) == bool(experts)
 
 
 def test_the_default_names_are_registered() -> None:

@@ -85,6 +85,7 @@ BESIDE = {
     "_Phase": "what the watchdog knows of a call",
     "ParallelLayout": "the layout of the ranks",
     "StepLimits": "where a generation is cut",
+    "RowTokens": "how many tokens the rows of a micro-batch take",
     "StepExchange": "how many tokens each replica computes",
     "Step": "what observers of the trainer are shown",
     # A response as text has a way of its own: to a grader's process and back.

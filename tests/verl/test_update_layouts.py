@@ -12,7 +12,7 @@ import torch
 from megatron.core.parallel_layout import ParallelLayout
 from megatron.core.parallel_state import initialize_from_layout
 from tests.parallel.launcher import run_ranks
-from tests.verl.updates import Update, Updated, make_actor, move_gates, some_choices, some_rows, updates
+from tests.verl.updates import PROMPT, Update, Updated, make_actor, move_gates, some_choices, some_rows, updates
 from verl.protocol import DataProto
 from verl.trainer.config.algorithm import RolloutCorrectionSection
 from verl.workers.actor.routing import TracedRouting
@@ -215,6 +215,43 @@ def _assert_equal(name: str, ours: Updated, expected: Updated) -> None:
     assert ours.biases.keys() == expected.biases.keys(), name
     for layer, bias in expected.biases.items():
         assert bias.abs().sum() > 0 and torch.equal(ours.biases[layer], bias), (name, layer)
+
+
+SHARING = Update(model={"moe_z_loss_coeff": 0.01}, num_rows=32, samples=4)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_samples_that_share_their_prompt_train_as_whole_ones(world_size: int) -> None:
+    """By default, in micro-batches of rows and of tokens; a rank packs the prompt once in each of its micro-batches.
+
+    Replayed routing needs whole samples, and gets them.
+    """
+    ways: dict[str, dict[str, Any]] = {
+        "whole": {"share_prompts": "false"},
+        "samples": {"ppo_micro_batch_size_per_gpu": 8},
+        "tokens": {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 200},
+        "replayed": R2,
+    }
+    cases = {name: replace(SHARING, actor=way, layout=_layout(world_size)) for name, way in ways.items()}
+    found = run_ranks(updates, world_size, cases)[0]
+    whole = run_ranks(updates, 1, {"whole": replace(cases["whole"], layout=ParallelLayout())})[0]["whole"]
+    batch = some_rows(32, 4).batch
+    prompts, own = (batch["attention_mask"][:, part].sum(-1) for part in (slice(PROMPT), slice(PROMPT, None)))
+    for name in ways:
+        _assert_equal(name, found[name], whole)
+        micro_batches = [micro for rank in found[name].packed for micro in rank]
+        assert sorted(row for rows, _ in micro_batches for row in rows) == list(range(32))
+        for rows, num_tokens in micro_batches:
+            counted = rows if name in ("whole", "replayed") else sorted({row // 4 * 4 for row in rows})
+            assert num_tokens == own[rows].sum() + prompts[counted].sum(), name
+            assert name != "tokens" or num_tokens <= 200
+    num_whole, num_samples, num_tokens, num_replayed = (
+        sum(n for rank in found[x].packed for _, n in rank) for x in ways
+    )
+    assert num_whole == num_replayed == batch["attention_mask"].sum() and max(num_tokens, num_samples) < num_whole
+    if world_size == 1:
+        assert num_samples == own.sum() + prompts[::4].sum()
 
 
 def test_what_is_switched_on_is_in_the_metrics_and_the_gradient(one_process: dict[str, Updated]) -> None:

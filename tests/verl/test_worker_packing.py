@@ -5,7 +5,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from verl.utils.megatron.packed_batch import pack_micro_batch, padded_lengths, scatter_to_rows
+from verl.utils.megatron.packed_batch import pack_micro_batch, padded_lengths, row_tokens, scatter_to_rows
+from verl.utils.partitions import balanced_order, units_of_rows
 
 
 def padded_batch(prompt_lengths: list[int], response_lengths: list[int], width: int = 5) -> dict[str, torch.Tensor]:
@@ -112,3 +113,23 @@ def test_a_prompt_that_rows_share_is_packed_once_and_taken_by_each() -> None:
     found = sorted([*range(*span[:2]), *range(*span[2:])] for span in prompts.spans_B4.tolist())
     assert found == sorted(prompts.computed_F[start:end].tolist() for start, end in pairwise(bounds))
     assert [span[0] for span in prompts.spans_B4.tolist()] == [0, 6, 6, 6, 15]  # one prompt's beside each other
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "shares_prompts", "expected"), [(1, False, 9024), (1, True, 2304), (2, True, 1152)]
+)
+def test_tokens_of_eight_prompts_with_eight_samples(num_ranks: int, shares_prompts: bool, expected: int) -> None:
+    """Of 120 + 21 tokens each, on every rank, with a budget that takes them at once when prompts are shared."""
+    prompts = torch.arange(8 * 120).view(8, 120).repeat_interleave(8, dim=0)
+    responses = torch.ones(64, 21, dtype=torch.long)
+    batch = torch.cat([prompts, responses], -1), torch.ones(64, 141, dtype=torch.long), responses
+    group_size = 8 if shares_prompts else 1
+    order = balanced_order([141] * 64, num_ranks, 64, group_size=group_size, prompt_lengths=[120] * 64)
+    for rows in torch.tensor(order).chunk(num_ranks):
+        mine = tuple(column[rows] for column in batch)
+        tokens = row_tokens(*mine, 1, shares_prompts=shares_prompts)
+        units, parts = units_of_rows(tokens, 1, 2304)
+        assert len(parts) == (1 if shares_prompts else 4)
+        chunks = [[row for unit in part for row in units[unit]] for part in parts]
+        micro_batches = [pack_micro_batch(*mine, chunk, 1, shares_prompts=shares_prompts) for chunk in chunks]
+        assert sum(micro.num_tokens for micro in micro_batches) == expected

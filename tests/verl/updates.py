@@ -36,6 +36,7 @@ class Update:
         actor: fields of ActorConfig; micro-batches of rows, unless they say otherwise.
         num_mtp: multi-token-prediction modules of the model.
         correction: between rollout and training.
+        samples: rows of each prompt.
         gate_noise: how far routers move between the old log-prob pass and the update, as an optimizer would move them.
     """
 
@@ -46,28 +47,36 @@ class Update:
     num_mtp: int = 0
     correction: RolloutCorrectionSection = field(default_factory=RolloutCorrectionSection)
     gate_noise: float = 0.0
+    samples: int = 1
 
 
 @dataclass
 class Updated:
-    """Log-probs [B, R] in the order of ``some_rows``, metrics, HF name -> gradient, global layer -> expert bias."""
+    """Log-probs [B, R] in the order of ``some_rows``, metrics, HF name -> gradient, global layer -> expert bias.
+
+    packed: of each data-parallel rank's micro-batches of the update, the rows in the batch's order, and the tokens.
+    """
 
     log_probs: torch.Tensor
     metrics: dict[str, float]
     gradients: dict[str, torch.Tensor]
     biases: dict[int, torch.Tensor]
+    packed: list[list[tuple[list[int], int]]]
 
 
-def some_rows(num_rows: int) -> DataProto:
+def some_rows(num_rows: int, samples: int = 1) -> DataProto:
     """Rows of 4 to 52 tokens; advantages, old and reference log-probs as after a few updates."""
     generator = torch.Generator().manual_seed(1)
-    prompts = torch.randint(2, PROMPT + 1, (num_rows, 1), generator=generator)
+    prompt_of_row = torch.arange(num_rows) // samples * samples
+    prompts = torch.randint(2, PROMPT + 1, (num_rows, 1), generator=generator)[prompt_of_row]
     responses = torch.randint(1, RESPONSE + 1, (num_rows, 1), generator=generator)
     mask = torch.cat([torch.arange(PROMPT) >= PROMPT - prompts, torch.arange(RESPONSE) < responses], dim=1).long()
     response_mask = mask[:, PROMPT:]
     noise = torch.rand(2, num_rows, RESPONSE, generator=generator)
+    input_ids = torch.randint(2, 128, mask.shape, generator=generator)
+    input_ids[:, :PROMPT] = input_ids[prompt_of_row, :PROMPT]
     tensors = {
-        "input_ids": torch.randint(2, 128, mask.shape, generator=generator) * mask,
+        "input_ids": input_ids * mask,
         "attention_mask": mask,
         "response_mask": response_mask,
         "advantages": torch.randn(num_rows, 1, generator=generator) * response_mask,
@@ -124,6 +133,7 @@ def make_actor(
                 "use_kl_loss": True,
                 "kl_loss_coef": 0.1,
                 "entropy_coeff": 0.01,
+                "share_prompts": "auto" if case.samples > 1 else "false",
             }
             | case.actor
         )
@@ -134,11 +144,24 @@ def make_actor(
 def _update(case: Update, groups: ProcessGroups, device: str, ops: TrainOps | None) -> Updated | None:
     hf, ddp, actor = make_actor(case, groups, device, ops)
     config = actor.config
-    data, num_ranks = some_rows(case.num_rows), groups.dp.size()
+    data, num_ranks = some_rows(case.num_rows, case.samples), groups.dp.size()
     if config.takes_rollout_routing:
         data.batch["routed_experts"] = some_choices(data, hf)
-    order = torch.tensor(balanced_order(data.batch["attention_mask"].sum(-1).tolist(), num_ranks, case.num_rows))
+    lengths, prompts = data.batch["attention_mask"].sum(-1), data.batch["attention_mask"][:, :PROMPT].sum(-1)
+    groups_of = {"group_size": case.samples if actor.shares_prompts else 1, "prompt_lengths": prompts.tolist()}
+    order = torch.tensor(balanced_order(lengths.tolist(), num_ranks, case.num_rows, **groups_of))
     data.reorder(order)
+    packed: list[tuple[list[int], int]] = []
+    first = groups.coords.dp * case.num_rows // num_ranks
+    run = actor.forward_backward_batch
+
+    def recorded(*args: Any, **given: Any) -> Any:
+        outputs, micro_batches = run(*args, **given)
+        rows = [order[first + micro.token_rows_N.unique()].tolist() for micro in micro_batches]
+        packed[:] = zip(rows, [micro.num_tokens for micro in micro_batches], strict=True)
+        return outputs, micro_batches
+
+    actor.forward_backward_batch = recorded  # type: ignore[method-assign]
     mine = data.chunk(num_ranks)[groups.coords.dp]
     log_probs = actor.compute_log_prob(
         mine,
@@ -150,7 +173,7 @@ def _update(case: Update, groups: ProcessGroups, device: str, ops: TrainOps | No
     gradients = {name: gradient.cpu() for name, gradient in hf_gradients(ddp, hf, groups).items()}
     log_probs = None if log_probs is None else log_probs.cpu()
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (groups.coords, log_probs, metrics, _biases(ddp.module)))
+    dist.all_gather_object(gathered, (groups.coords, log_probs, metrics, _biases(ddp.module), packed))
     if dist.get_rank() != 0:
         return None
     last = groups.layout.pipeline_model_parallel_size - 1
@@ -160,7 +183,7 @@ def _update(case: Update, groups: ProcessGroups, device: str, ops: TrainOps | No
     rows = torch.empty_like(some_rows(case.num_rows).batch["old_log_probs"])
     rows[order] = torch.cat([entry[1] for entry in ends])
     biases = {layer: bias for entry in gathered for layer, bias in entry[3].items()}
-    return Updated(rows, ends[0][2], gradients, biases)
+    return Updated(rows, ends[0][2], gradients, biases, [entry[4] for entry in ends])
 
 
 def _routers(model: torch.nn.Module) -> list[Any]:

@@ -35,6 +35,11 @@ def print_plan(plan: WholePlan, step: StepTime, console: Console) -> None:
         console.print(
             f"Host memory of the fullest node: {plan.host_bytes / GIB:,.0f} of {run.device.host_memory_gib:,.0f} GiB"
         )
+    reason = config.actor_rollout_ref.actor.skip_sharing_reason(config.trainer.device)
+    sharing = f"do not share it ({reason})" if reason else "share it"
+    console.print(
+        f"The update has {step.updated_tokens:,.0f} of {step.tokens:,.0f} tokens: samples of a prompt {sharing}."
+    )
     print_table(time_table(step), console)
     for warning in plan.warnings:
         console.print(f"[yellow]slow:[/yellow] {warning}", highlight=False)

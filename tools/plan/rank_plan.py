@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import gcd
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ from tools.plan.launches import Launches
 from tools.plan.phase_calls import PhaseCalls, link_bytes
 from tools.plan.platform import PLATFORMS
 from tools.plan.rollout import plan_rollout
+from tools.plan.timing.run_shape import MicroBatches
 from tools.plan.training import OLD, UPDATE, StepSize, batch_of, training_calls
 from tools.plan.worker import PhaseMemory, PlannedWorker
 from tools.plan.world import planned_rank, run_variables
@@ -135,7 +137,7 @@ def _plan_training(
     Raises:
         ValueError: micro-batches do not all add the same.
     """
-    rows, per_micro = _micro_batches(worker.run_config, name, size)
+    rows, per_micro, together = _micro_batches(worker.run_config, name, size, worker.actor.shares_prompts)
     layout, stage = worker.groups.layout, worker.groups.coords.pp
     actor, total, num_stages = worker.config.actor, -(-rows // per_micro), layout.pipeline_model_parallel_size
     unit = num_stages if layout.virtual_pipeline_model_parallel_size > 1 else 1  # that a schedule adds at a time
@@ -144,7 +146,7 @@ def _plan_training(
     # The same on all stages: with three, stages between two others come to the middle of an update's schedule.
     num_shown = total if total <= MOST_WHOLE else max(2 * unit, 3)
     num_mini = _mini_batches(worker.run_config) if name == UPDATE else 1
-    run = partial(_run, worker, device, name, size)
+    run = partial(_run, worker, device, name, size, together=together)
     worker.actor.config = replace(actor, ppo_epochs=1)
     first = one = run(min(rows, held * per_micro))
     step, num_launches = first.totals, first.totals[-1]
@@ -191,10 +193,11 @@ def _run(
     size: StepSize,
     rows: int,
     *,
+    together: int,
     samples_per_prompt: int | None = None,
 ) -> _Run:
     """A training call with ``rows`` rows, which is a phase of the timeline."""
-    planned, batch = worker.platform.planned, batch_of(rows, size, worker.run_config)
+    planned, batch = worker.platform.planned, batch_of(rows, size, worker.run_config, together)
     launches = planned.launches
     if samples_per_prompt is not None:
         batch.meta_info["rollout_n"] = samples_per_prompt
@@ -208,8 +211,10 @@ def _run(
     return _Run(tuple(calls), np.array(totals, dtype=np.int64))
 
 
-def _micro_batches(config: PPOTrainerConfig, name: str, size: StepSize) -> tuple[int, int]:
-    """(rows of one data-parallel rank in one pass of a training call, rows of a micro-batch)."""
+def _micro_batches(config: PPOTrainerConfig, name: str, size: StepSize, shares_prompts: bool) -> tuple[int, int, int]:
+    """(rows of one data-parallel rank in one pass of a training call, rows of a micro-batch, those that share a prompt
+    there: as many as can where tokens limit a micro-batch, else as many as must).
+    """
     models, layout = config.actor_rollout_ref, config.training_layout
     actor, scores = models.actor, models.rollout if name == OLD else models.ref
     if name == UPDATE:
@@ -219,9 +224,13 @@ def _micro_batches(config: PPOTrainerConfig, name: str, size: StepSize) -> tuple
         prompts, samples = config.data.train_batch_size, scores.log_prob_micro_batch_size_per_gpu
         tokens = scores.log_prob_max_token_len_per_gpu if scores.log_prob_use_dynamic_bsz else 0
     rows = max(1, prompts * models.rollout.n // layout.data_parallel_size)
+    most = gcd(models.rollout.n, actor.ppo_mini_batch_size * models.rollout.n // layout.data_parallel_size)
+    most = most if shares_prompts and (tokens or not actor.shuffle) else 1
+    together = MicroBatches(samples or rows, tokens).together(most, size.prompt_length, size.response_length)
     if tokens:
-        samples = max(1, tokens * layout.context_parallel_size // (size.prompt_length + size.response_length))
-    return rows, min(samples or rows, rows)
+        unit = size.prompt_length + together * size.response_length
+        samples = max(1, tokens * layout.context_parallel_size // unit) * together
+    return rows, min(samples or rows, rows), together
 
 
 def _counted_parameters(worker: PlannedWorker) -> int:

@@ -22,16 +22,20 @@ class StepSize:
     load: float = 1.0
 
 
-def batch_of(num_rows: int, size: StepSize, config: PPOTrainerConfig) -> DataProto:
-    """A batch as a training call gets it, every column on the host; tokens are 0 and so are log-probs."""
+def batch_of(num_rows: int, size: StepSize, config: PPOTrainerConfig, samples_together: int = 1) -> DataProto:
+    """A batch as a training call gets it, every column on the host, of prompts with ``samples_together`` rows each.
+
+    All tokens are 0, but for one that tells prompts apart, and so are log-probs.
+    """
     data, models = config.data, config.actor_rollout_ref
     prompts = torch.arange(data.max_prompt_length) >= data.max_prompt_length - size.prompt_length
     responses = torch.arange(data.max_response_length) < size.response_length
     attention_BL = torch.cat([prompts, responses]).long().expand(num_rows, -1)
     response_BR = responses.long().expand(num_rows, -1)
-    zeros_BR = torch.zeros(response_BR.shape)
+    zeros_BR, input_ids_BL = torch.zeros(response_BR.shape), torch.zeros_like(attention_BL)
+    input_ids_BL[:, data.max_prompt_length - 1] = torch.arange(num_rows) // samples_together
     tensors = {
-        "input_ids": torch.zeros_like(attention_BL),
+        "input_ids": input_ids_BL,
         "attention_mask": attention_BL.contiguous(),
         "response_mask": response_BR.contiguous(),
         "advantages": zeros_BR,

@@ -6,11 +6,33 @@ import bisect
 import heapq
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from math import gcd
 
 from verl.utils.errors import BatchError
 
 # One partition under construction: (minus its tokens, lowest row, its rows); the natural order is by falling sum.
 _Part = tuple[int, int, list[int]]
+
+
+@dataclass(frozen=True)
+class RowTokens:
+    """The packed tokens of rows: ``own`` of each, and its ``prompt`` once for all rows with the same ``first`` row."""
+
+    own: Sequence[int]
+    prompt: Sequence[int]
+    first: Sequence[int]
+
+    def of(self, rows: Sequence[int]) -> int:
+        """Packed tokens of ``rows`` in one micro-batch."""
+        prompts = {self.first[row]: self.prompt[row] for row in rows}
+        return sum(self.own[row] for row in rows) + sum(prompts.values())
+
+    def groups(self) -> list[list[int]]:
+        """The rows of each prompt."""
+        rows = sorted(range(len(self.first)), key=self.first.__getitem__)
+        return [list(group) for _, group in groupby(rows, key=self.first.__getitem__)]
 
 
 def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> list[list[int]]:
@@ -47,33 +69,44 @@ def balanced_order(
     balance: bool = True,
     shuffle_seed: int | None = None,
     group_size: int = 1,
+    prompt_lengths: Sequence[int] = (),
 ) -> list[int]:
     """Returns an order of the rows in which each of ``num_ranks`` equal parts is one rank's share of each mini-batch.
 
     A mini-batch is the next ``rows_per_mini_batch`` rows of the batch (with a seed: of the shuffled batch), whatever
     the number of ranks: an update learns from the same rows in every layout. Its rows are assigned to ranks by length,
-    or in order without ``balance``. Groups of ``group_size`` rows, one after another, stay together where the groups of
-    a mini-batch divide over the ranks and nothing is shuffled.
+    or in order without ``balance``. Groups of ``group_size`` rows, one after another, share a prompt, of
+    ``prompt_lengths`` tokens in each row, which a rank computes once. They stay together, whole or in equal parts, as
+    far as this leaves the rank with most tokens no more to compute; shuffled rows do not.
     """
-    if group_size > 1 and shuffle_seed is None and rows_per_mini_batch % (group_size * num_ranks) == 0:
-        firsts = range(0, len(seqlen_list), group_size)
-        sums = [sum(seqlen_list[first : first + group_size]) for first in firsts]
-        groups = balanced_order(sums, num_ranks, rows_per_mini_batch // group_size, balance=balance)
-        return [firsts[group] + row for group in groups for row in range(group_size)]
     order = list(range(len(seqlen_list)))
     if shuffle_seed is not None:
         random.Random(shuffle_seed).shuffle(order)
-    shares: list[list[int]] = [[] for _ in range(num_ranks)]
-    for first in range(0, len(order), rows_per_mini_batch):
-        lengths = [seqlen_list[row] for row in order[first : first + rows_per_mini_batch]]
+    prompts = prompt_lengths or [0] * len(order)
+    own = [length - prompt for length, prompt in zip(seqlen_list, prompts, strict=True)]
+    tokens = RowTokens(own, prompts, [row - row % group_size for row in range(len(order))])
+    largest = gcd(group_size, rows_per_mini_batch // num_ranks) if shuffle_seed is None else 1
+    ways = []
+    for size in (size for size in range(largest, 0, -1) if largest % size == 0):
+        units = [order[first : first + size] for first in range(0, len(order), size)]
+        lengths = [tokens.of(unit) for unit in units]
+        assigned = _assigned(lengths, num_ranks, rows_per_mini_batch // size, balance)
+        ways.append([[[row for index in part for row in units[index]] for part in parts] for parts in assigned])
+    best = min(ways, key=lambda way: sum(max(map(tokens.of, parts)) for parts in way))
+    return [row for shares in zip(*best, strict=True) for share in shares for row in share]
+
+
+def _assigned(lengths: Sequence[int], num_ranks: int, rows_per_mini_batch: int, balance: bool) -> list[list[list[int]]]:
+    """The rows of each rank in each mini-batch."""
+    found = []
+    for first in range(0, len(lengths), rows_per_mini_batch):
+        of_mini_batch = lengths[first : first + rows_per_mini_batch]
+        size = len(of_mini_batch) // num_ranks
+        parts = [list(range(rank * size, (rank + 1) * size)) for rank in range(num_ranks)]
         if balance:
-            parts = get_seqlen_balanced_partitions(lengths, num_ranks, equal_size=True)
-        else:
-            size = len(lengths) // num_ranks
-            parts = [list(range(rank * size, (rank + 1) * size)) for rank in range(num_ranks)]
-        for share, part in zip(shares, parts, strict=True):
-            share.extend(order[first + row] for row in part)
-    return [row for share in shares for row in share]
+            parts = get_seqlen_balanced_partitions(of_mini_batch, num_ranks, equal_size=True)
+        found.append([[first + row for row in part] for part in parts])
+    return found
 
 
 def partitions_within(seqlen_list: Sequence[int], max_sum: int) -> list[list[int]]:
@@ -100,6 +133,33 @@ def partitions_within(seqlen_list: Sequence[int], max_sum: int) -> list[list[int
     balanced = get_seqlen_balanced_partitions(seqlen_list, len(fitted), equal_size=False)
     is_within = all(len(part) == 1 or sum(seqlen_list[row] for row in part) <= max_sum for part in balanced)
     return balanced if is_within else [sorted(part) for part in fitted]
+
+
+def units_of_rows(tokens: RowTokens, num_rows: int, max_tokens: int | None) -> tuple[list[list[int]], list[list[int]]]:
+    """Returns units of rows that stay together, few for each prompt, and the units of each micro-batch.
+
+    A micro-batch has ``num_rows`` rows or, if there is such a limit, up to ``max_tokens`` packed tokens.
+    """
+    groups = tokens.groups()
+    if max_tokens is not None:
+        units = [
+            [group[index] for index in part]
+            for group in groups
+            for part in partitions_within([tokens.own[row] for row in group], max_tokens - tokens.prompt[group[0]])
+        ]
+        return units, partitions_within([tokens.of(unit) for unit in units], max_tokens)
+    size, count = min(num_rows, max(map(len, groups), default=1)), len(tokens.own) // num_rows
+    is_even = len(tokens.own) % num_rows == 0 and num_rows % size == 0 and not any(len(x) % size for x in groups)
+    if count and is_even:
+        units = [
+            [group[index] for index in part]
+            for group in groups
+            for part in get_seqlen_balanced_partitions([tokens.own[row] for row in group], len(group) // size, True)
+        ]
+        return units, get_seqlen_balanced_partitions([tokens.of(unit) for unit in units], count, equal_size=True)
+    rows = [row for group in groups for row in group]
+    units = [rows[first : first + num_rows] for first in range(0, len(rows), num_rows)]
+    return units, [[index] for index in range(len(units))]
 
 
 def split_to(partitions: Sequence[list[int]], seqlen_list: Sequence[int], count: int) -> list[list[int]]:

@@ -64,7 +64,7 @@ class ActorRolloutRefWorker(Worker, DistProfilerExtension):
         import_external_libs(self.config.model.external_lib)  # before its names are looked up
         self.role = role
         self.watchdog: HangWatchdog | None = None
-        self.device_type = resolve_device(config.trainer.device)
+        self.device_type = self.kind = resolve_device(config.trainer.device)
         self.profiler = DistProfiler(
             self.rank,
             self.config.actor.profiler,
@@ -294,6 +294,7 @@ class ActorRolloutRefWorker(Worker, DistProfilerExtension):
             self.optimizer,
             self.scheduler,
             self.run_config.algorithm.rollout_correction,
+            self.kind,
         )
         self.checkpoint_manager = MegatronCheckpointManager(
             config.checkpoint,
@@ -313,7 +314,7 @@ class ActorRolloutRefWorker(Worker, DistProfilerExtension):
     def _build_ref(self, ops: TrainOps) -> MegatronPPOActor:
         model = self.new_model(ops, self.hf_config, self.config.ref.megatron or self.config.actor.megatron)
         self.ref_weights = HostResidentModel(model)
-        return MegatronPPOActor(self.config.actor, model.config, self.groups, ops, model)
+        return MegatronPPOActor(self.config.actor, model.config, self.groups, ops, model, device_type=self.kind)
 
     def _build_rollout(self) -> None:
         config = self.config.rollout

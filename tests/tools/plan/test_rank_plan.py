@@ -16,12 +16,14 @@ from tools.plan.device import MemoryMeter, PlannedDevice
 from tools.plan.devices import load_device
 from tools.plan.phase_calls import PhaseCalls, link_bytes
 from tools.plan.platform import PlannedCpu
-from tools.plan.rank_plan import plan_rank
-from tools.plan.training import StepSize
+from tools.plan.rank_plan import _micro_batches, plan_rank
+from tools.plan.training import UPDATE, StepSize, batch_of
 from tools.plan.worker import PlannedWorker
 from tools.plan.world import planned_rank
 from verl.protocol import DataProto
 from verl.trainer.config import PPOTrainerConfig, load_config
+from verl.utils.megatron.packed_batch import row_tokens
+from verl.utils.partitions import units_of_rows
 
 ONE_ROW = (
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
@@ -91,6 +93,48 @@ def test_many_micro_batches_are_planned_from_few(layout: str, rank: int, model_d
 def test_several_mini_batches_are_planned_from_one(rank: int, model_dir: Path) -> None:
     mini_batches = ("actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.actor.ppo_epochs=2")
     assert_planned_whole(_config(model_dir, "tp2_pp2_uneven_ep2", *ONE_ROW, REPLAY, *mini_batches), rank)
+
+
+SHARED = "actor_rollout_ref.rollout.n=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "data.train_batch_size=4"
+BUDGET = "actor_rollout_ref.actor.use_dynamic_bsz=True", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu="
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        (("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",), [84, 84]),
+        (("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",), [26] * 8),
+        ((BUDGET[0], f"{BUDGET[1]}130"), [126, 42]),
+        ((BUDGET[0], f"{BUDGET[1]}40"), [26] * 8),
+    ],
+)
+def test_micro_batches_of_shared_prompts_are_those_of_a_run(
+    model_dir: Path, more: tuple[str, ...], expected: list[int]
+) -> None:
+    """Four prompts of 10 tokens with four samples of 8 on one rank."""
+    size, config = StepSize(10, 8), _config(model_dir, "one", *SHARED, *more)
+    rows, per_micro, together = _micro_batches(config, UPDATE, size, True)
+    assert rows == 16
+    batch, actor = batch_of(rows, size, config, together).batch, config.actor_rollout_ref.actor
+    given = batch["input_ids"], batch["attention_mask"], batch["response_mask"]
+    tokens = row_tokens(*given, 1, shares_prompts=True)
+    limit = actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else None
+    units, parts = units_of_rows(tokens, actor.ppo_micro_batch_size_per_gpu or 1, limit)
+    chunks = [[row for index in part for row in units[index]] for part in parts]
+    assert max(map(len, chunks)) <= per_micro
+    assert tokens.of(range(per_micro)) == expected[0]
+    assert sum(map(tokens.of, chunks)) == sum(expected)
+    assert _micro_batches(config, UPDATE, size, False)[2] == 1
+
+
+def test_an_update_with_shared_prompts_needs_less_memory(model_dir: Path) -> None:
+    """Of samples of 8 tokens after a prompt of 100."""
+    peaks, lengths = [], ("data.max_prompt_length=100", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16")
+    for switch in ("auto", "false"):
+        more = (*lengths, f"actor_rollout_ref.actor.share_prompts={switch}")
+        plan = plan_rank(_config(model_dir, "one", *SHARED, *more), load_device("cpu"), 0, StepSize(100, 8))
+        peaks.append(next(phase.peak_bytes for phase in plan.phases if phase.name == "update_actor"))
+    assert peaks[0] < 0.8 * peaks[1]
 
 
 def test_equal_steps_are_counted_and_two_are_shown() -> None:

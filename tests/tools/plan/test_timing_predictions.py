@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.core.parallel_layout import ParallelLayout
 from recipes.common.recipe import ROOT
 from tools.plan.devices import load_device
 from tools.plan.tables import time_table, variation_table
@@ -27,7 +28,7 @@ from tools.plan.timing.calibrate import (
 from tools.plan.timing.constants import TABLE, Constants, load_constants
 from tools.plan.timing.cost import predict, sensitivity
 from tools.plan.timing.published import published_model, published_runs
-from tools.plan.timing.run_shape import MicroBatches, RunShape
+from tools.plan.timing.run_shape import Lengths, MicroBatches, RolloutShape, RunShape, TrainShape
 from verl.trainer.config import load_config
 
 PHASES = ("weight_sync", "offload", "rollout", "reward", "old_log_prob", "reference", "update")
@@ -241,3 +242,19 @@ def test_errors_are_those_of_the_device_family() -> None:
     shape, constants = shape_of("r1_zero", "r1_ascend_671b_256die"), load_constants()
     assert predict(shape, load_device("a3"), constants).errors["total"].rows == 4
     assert predict(shape, load_device("cpu"), constants).errors == {}
+
+
+@pytest.mark.parametrize("cut", [MicroBatches(samples=8), MicroBatches(token_budget=20_000)])
+def test_samples_that_share_a_prompt_compute_it_once(cut: MicroBatches) -> None:
+    """Eight samples of 512 tokens after a prompt of 1024, which every rank has whole; not with context parallelism."""
+    model, lengths = published_model("qwen3_8b"), Lengths(1024, 512, 1024, 512, spread=0.0)
+    train = TrainShape(ParallelLayout(world_size=8), update=cut, log_prob=cut, shares_prompts=True)
+    shared = RunShape("shared", model, lengths, 64, 8, train, RolloutShape(8, 1, 1, has_expert_parallel=False))
+    apart, device, constants = shared.with_train(shares_prompts=False), load_device("h100"), load_constants()
+    ours, theirs = predict(shared, device, constants), predict(apart, device, constants)
+    assert theirs.updated_tokens == theirs.tokens == ours.tokens == 512 * 1536
+    assert ours.updated_tokens == 512 * (1024 / 8 + 512)
+    for phase in ("update", "reference"):
+        assert 0.35 < ours.terms[phase]["compute"] / theirs.terms[phase]["compute"] < 640 / 1536 + 0.05
+    split = shared.with_train(layout=ParallelLayout(world_size=8, context_parallel_size=2))
+    assert predict(split, device, constants).updated_tokens == split.num_sequences * 1536

@@ -139,12 +139,14 @@ class Bounds:
 
     def tokens(self, shape: RunShape, cut: MicroBatches) -> float:
         """Tokens of a micro-batch of the longest rows, on one context-parallel rank."""
-        layout, length = shape.train.layout, self.size.prompt_length + self.size.response_length
+        layout, size = shape.train.layout, self.size
+        together = shape.samples_together(cut, size.prompt_length, size.response_length)
+        length = size.prompt_length + together * size.response_length  # of the samples of a prompt
         rows: float = cut.samples
         if cut.token_budget:
-            rows = max(1, cut.token_budget * layout.context_parallel_size // length)
+            rows = max(1, cut.token_budget * layout.context_parallel_size // length) * together
         most = max(1, shape.num_sequences // layout.data_parallel_size)
-        return min(rows, most) * length / layout.context_parallel_size
+        return min(rows, most) / together * length / layout.context_parallel_size
 
     def kept_layer_bytes(self, is_moe: bool, tokens: float, layout: ParallelLayout) -> float:
         """What the backward of a layer needs of its forward, without recomputation."""

@@ -24,6 +24,7 @@ class StepTime:
     total_s: float  # of the step; phases that run side by side count once
     tokens: float  # prompts and responses that the step trains on
     num_devices: int  # of the run
+    updated_tokens: float  # that an update computes, where samples share their prompt
     # phase or ``total`` -> largest leave-one-out error among published rows of this device family, if there are any
     errors: Mapping[str, PhaseError] = field(default_factory=dict)
 
@@ -70,6 +71,7 @@ def predict(shape: RunShape, device: DeviceProfile, constants: Constants) -> Ste
         total_s=total,
         tokens=shape.num_sequences * shape.lengths.mean,
         num_devices=shape.num_devices,
+        updated_tokens=shape.num_sequences * shape.computed_lengths(shape.train.update).mean,
         errors=constants.errors.get(device.family, {}),
     )
 

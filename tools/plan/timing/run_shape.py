@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, gcd
 from typing import Any
 
 from hf_formats.config import HFModelConfig
@@ -31,6 +31,7 @@ class Lengths:
     prompt_limit: int  # what they are cut or padded to
     response_limit: int
     spread: float = DEFAULT_SPREAD  # standard deviation of the logarithm of uncut response lengths; 0: all equal
+    together: int = 1  # samples that compute a prompt once
 
     @property
     def responses(self) -> LengthDistribution:
@@ -39,13 +40,13 @@ class Lengths:
 
     @property
     def mean(self) -> float:
-        return self.prompt_mean + self.responses.mean
+        return self.prompt_mean / self.together + self.responses.mean
 
     @property
     def paid(self) -> float:
         """The length at which every token would attend as much as the batch's tokens do on average: E[l^2] / E[l]."""
-        responses = self.responses
-        square = self.prompt_mean**2 + 2 * self.prompt_mean * responses.mean + responses.mean_square
+        prompt, responses = self.prompt_mean, self.responses
+        square = prompt**2 / self.together + 2 * prompt * responses.mean + responses.mean_square
         return square / self.mean
 
 
@@ -56,6 +57,12 @@ class MicroBatches:
     samples: int = 0  # of one micro-batch; 0 = filled by tokens
     token_budget: int = 0  # packed tokens of a micro-batch on each rank; context parallelism has CP times as many
     is_padded: bool = False  # every row is as long as the micro-batch's longest
+
+    def together(self, most: int, prompt: float, response: float) -> int:
+        """Samples of a micro-batch that share a prompt, of ``most`` that a rank has; the others are their tokens."""
+        if not self.token_budget:
+            return gcd(most, self.samples)
+        return ceil(most / ceil(most / max(1, (self.token_budget - prompt) // response)))
 
 
 @dataclass(frozen=True)
@@ -73,6 +80,7 @@ class TrainShape:
     # (MindSpeed's overlap).
     exchange_beside: str = "nothing"
     is_balanced: bool = False  # rows are balanced over data-parallel ranks by length
+    shares_prompts: bool = False  # samples of a micro-batch compute their prompt once
 
 
 @dataclass(frozen=True)
@@ -135,6 +143,19 @@ class RunShape:
     def with_train(self, **changes: Any) -> RunShape:
         """The shape with other fields of ``train``."""
         return replace(self, train=replace(self.train, **changes))
+
+    def samples_together(self, cut: MicroBatches, prompt: float, response: float) -> int:
+        """Samples of a prompt in a micro-batch that compute it once."""
+        layout = self.train.layout
+        if not self.train.shares_prompts or layout.context_parallel_size > 1:
+            return 1
+        rows = self.num_sequences // layout.data_parallel_size // self.train.mini_batches
+        return cut.together(gcd(self.samples, max(1, rows)), prompt, response)
+
+    def computed_lengths(self, cut: MicroBatches) -> Lengths:
+        """The lengths in micro-batches of ``cut``."""
+        together = self.samples_together(cut, self.lengths.prompt_mean, self.lengths.responses.mean)
+        return replace(self.lengths, together=together)
 
     @property
     def num_sequences(self) -> int:
@@ -210,6 +231,7 @@ class RunShape:
                 offloads=engine.param_offload and trainer.schedule == "sync",
                 exchange_beside="shared" if fields.get("moe_shared_expert_overlap") else "nothing",
                 is_balanced=trainer.balance_batch,
+                shares_prompts=not (actor.shuffle or actor.skip_sharing_reason(trainer.device)),
             ),
             rollout=RolloutShape(
                 world_size=num_rollout_ranks,

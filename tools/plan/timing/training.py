@@ -82,34 +82,35 @@ def owned_parameters(shape: RunShape) -> float:
 
 def micro_batch(shape: RunShape, cut: MicroBatches, mini_batches: int) -> MicroBatch:
     """How ``cut`` divides a mini-batch of a data-parallel rank."""
-    layout, lengths = shape.train.layout, shape.lengths
-    responses = lengths.responses
+    layout, lengths = shape.train.layout, shape.computed_lengths(cut)
+    responses, prompt = lengths.responses, lengths.prompt_mean / lengths.together
     rows = shape.num_sequences / layout.data_parallel_size / mini_batches
     coupled = 1  # data-parallel ranks whose experts serve one another: they run each layer of a micro-batch together
     if shape.model.n_routed_experts:
         expert_ranks = layout.expert_model_parallel_size * layout.expert_tensor_parallel_size
         coupled = max(1, expert_ranks // (layout.tensor_model_parallel_size * layout.context_parallel_size))
     if cut.token_budget:
-        # Whole sequences fill a micro-batch until the next one no longer fits, which leaves half of one on average.
-        room = cut.token_budget * layout.context_parallel_size
-        filled = max(room - lengths.mean / 2, min(room, lengths.mean))
+        # Whole sequences, or those of a prompt together, fill a micro-batch until the next no longer fits, which leaves
+        # half of one on average.
+        room, unit = cut.token_budget * layout.context_parallel_size, lengths.together * lengths.mean
+        filled = max(room - unit / 2, min(room, unit))
         count = max(1.0, ceil(rows * lengths.mean / filled))
         tokens = rows * lengths.mean / count
         return MicroBatch(count, tokens, tokens, lengths.paid)
     size = min(cut.samples, rows)
     count = ceil(rows / size)
     if cut.is_padded:
-        longest = size * (lengths.prompt_mean + responses.max_of(size))
-        waited = size * (lengths.prompt_mean + responses.max_of(size * coupled))
+        longest = size * (prompt + responses.max_of(size))
+        waited = size * (prompt + responses.max_of(size * coupled))
         return MicroBatch(count, longest, waited, waited / size)
     tokens = size * lengths.mean
     if coupled > 1:
-        waited = size * lengths.prompt_mean + responses.max_of_sums(coupled, size)
+        waited = size * prompt + responses.max_of_sums(coupled, size)
     elif shape.train.is_balanced:
         waited = tokens
     else:
         all_rows = responses.max_of_sums(layout.data_parallel_size, rows)
-        waited = size * lengths.prompt_mean + all_rows / count
+        waited = size * prompt + all_rows / count
     return MicroBatch(count, tokens, waited, lengths.paid * waited / tokens)
 
 

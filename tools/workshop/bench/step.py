@@ -97,7 +97,6 @@ def _overrides(options: argparse.Namespace, model: Path, tmp: Path) -> list[str]
         f"{models}.actor.ppo_mini_batch_size={options.num_prompts}",
         f"{models}.actor.use_dynamic_bsz=True",
         f"{models}.actor.ppo_max_token_len_per_gpu={options.micro_tokens}",
-        f"{models}.actor.share_prompts=True",
         f"{models}.actor.optim.lr=1e-6",
         f"{engine}.dtype={options.dtype}",
         f"{engine}.param_offload=False",

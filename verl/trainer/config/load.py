@@ -150,7 +150,8 @@ def _with_followers(config: Any, leaves: dict[str, Any], taken: list[WithoutEffe
         if not num_experts or _EXPERT_PARALLEL not in leaves:
             config = replaced(config, _EXPERT_PARALLEL, False)
     if config.actor_rollout_ref.actor.router_replay.mode == "auto":
-        config = replaced(config, _ROUTER_REPLAY, config.automatic_router_replay)
+        has_experts = model is None or num_experts > 0
+        config = replaced(config, _ROUTER_REPLAY, config.automatic_router_replay if has_experts else "disabled")
     return config
 
 

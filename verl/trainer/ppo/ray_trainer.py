@@ -133,6 +133,10 @@ class RayPPOTrainer:
         trainer = self.config.trainer
         num_threads = self.workers.num_threads()
         logger.info("%s=%d in each worker", THREADS, num_threads)
+        reason = self.config.actor_rollout_ref.actor.skip_sharing_reason(resolve_device(trainer.device))
+        self.group_size = 1 if reason else self.config.actor_rollout_ref.rollout.n
+        if self.config.actor_rollout_ref.rollout.n > 1:
+            logger.info("samples of a prompt %s in training", f"do not share it ({reason})" if reason else "share it")
         self.source = self._make_source()
         self.checkpoints = RunCheckpoints(
             trainer,
@@ -337,7 +341,8 @@ class RayPPOTrainer:
             models.actor.ppo_mini_batch_size * models.rollout.n,
             balance=config.trainer.balance_batch,
             shuffle_seed=models.actor.shuffle_seed(self.global_step) if models.actor.shuffle else None,
-            group_size=models.rollout.n if models.actor.shares_prompts else 1,
+            group_size=self.group_size,
+            prompt_lengths=(batch.batch["num_tokens"] - batch.batch["response_mask"].sum(-1)).tolist(),
         )
         batch.reorder(order)
         rollout = models.rollout

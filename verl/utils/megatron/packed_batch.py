@@ -20,6 +20,7 @@ from megatron.core.context_parallel import zigzag_indices
 from megatron.core.packed_seq_params import PackedSeqParams, SharedPrompts
 from megatron.core.transformer.moe.router_replay import MicroBatchRouting
 from megatron.core.utils import async_h2d
+from verl.utils.partitions import RowTokens
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,17 @@ def padded_lengths(lengths: Tensor, cp_size: int) -> Tensor:
     """Tokens that sequences take when they are packed: with context parallelism a multiple of its 2 CP chunks."""
     multiple = 2 * cp_size if cp_size > 1 else 1
     return (lengths + multiple - 1) // multiple * multiple
+
+
+def row_tokens(
+    input_ids_BL: Tensor, attention_mask_BL: Tensor, response_mask_BR: Tensor, cp_size: int, *, shares_prompts: bool
+) -> RowTokens:
+    """The tokens that ``pack_micro_batch`` gives the rows of a padded batch."""
+    mask_BP = attention_mask_BL[:, : -response_mask_BR.size(1)].bool()
+    first_B = _first_with_prompt(input_ids_BL[:, : mask_BP.size(1)], mask_BP, shares_prompts)
+    prompts_B = mask_BP.sum(-1) * shares_prompts
+    own_B = padded_lengths(attention_mask_BL.sum(-1), cp_size) - prompts_B
+    return RowTokens(own_B.tolist(), prompts_B.tolist(), first_B.tolist())
 
 
 def pack_micro_batch(

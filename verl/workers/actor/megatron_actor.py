@@ -32,9 +32,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from verl.protocol import DataProto
 from verl.trainer.config.algorithm import RolloutCorrectionSection
 from verl.trainer.ppo.rollout_correction import corrected
-from verl.utils.megatron.packed_batch import PackedMicroBatch, pack_micro_batch, padded_lengths, scatter_to_rows
+from verl.utils.megatron.packed_batch import PackedMicroBatch, pack_micro_batch, row_tokens, scatter_to_rows
 from verl.utils.megatron.reduce import reduce_over
-from verl.utils.partitions import get_seqlen_balanced_partitions, partitions_within, split_to
+from verl.utils.partitions import RowTokens, split_to, units_of_rows
 from verl.workers.actor.loss_inputs import LossInputs
 from verl.workers.actor.policy_loss import PolicyLoss
 from verl.workers.actor.routing import RolloutRouting, Routing, TracedRouting
@@ -51,6 +51,7 @@ class MegatronPPOActor:
     """The policy of one rank: a stage of the model, its optimizer, and how batches run through them.
 
     Every rank of a data-parallel replica gets the same rows, on the host; results live on the last pipeline stage.
+    ``device_type`` (cpu, cuda or npu) says whose ops they are, by default those of the weights' device.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class MegatronPPOActor:
         actor_optimizer: DistributedOptimizer | None = None,
         scheduler: OptimizerParamScheduler | None = None,
         rollout_correction: RolloutCorrectionSection | None = None,
+        device_type: str | None = None,
     ) -> None:
         self.config = config
         self.rollout_correction = rollout_correction or RolloutCorrectionSection()
@@ -72,6 +74,7 @@ class MegatronPPOActor:
         self.actor_module = actor_module
         self.actor_optimizer = actor_optimizer
         self.scheduler = scheduler
+        self.shares_prompts = not config.skip_sharing_reason(device_type or self.device.type)
         self._forward_backward = get_forward_backward_func(groups)
         self._all_moe_layers = [layer for layer in range(tf_config.num_layers) if tf_config.is_moe_layer(layer)]
         self.routing = self._new_routing()
@@ -251,8 +254,9 @@ class MegatronPPOActor:
         """
         batch, layout = data.batch, self.groups.layout
         cp = layout.context_parallel_size
+        given = batch["input_ids"], batch["attention_mask"], batch["response_mask"]
         chunks = split_rows(
-            padded_lengths(batch["attention_mask"].sum(-1), cp),
+            row_tokens(*given, cp, shares_prompts=self.shares_prompts),
             micro_batch_size=micro_batch_size or len(data),
             max_token_len=None if max_token_len is None else max_token_len * cp,
             dp_group=self.groups.dp,
@@ -260,14 +264,12 @@ class MegatronPPOActor:
         )
         micro_batches = [
             pack_micro_batch(
-                batch["input_ids"],
-                batch["attention_mask"],
-                batch["response_mask"],
+                *given,
                 rows,
                 layout.tensor_model_parallel_size,
                 cp,
                 self.groups.coords.cp,
-                shares_prompts=self.config.shares_prompts,
+                shares_prompts=self.shares_prompts,
             ).to(self.device)
             for rows in chunks
         ]
@@ -311,7 +313,7 @@ def scaled(logits_SV: Tensor, temperature: float) -> Tensor:
 
 
 def split_rows(
-    lengths_B: Tensor,
+    tokens: RowTokens,
     *,
     micro_batch_size: int,
     max_token_len: int | None,
@@ -321,25 +323,21 @@ def split_rows(
     """Row indices of each micro-batch, largest first, so that the i-th ones of all ranks have similar sizes.
 
     Args:
-        lengths_B: packed tokens of every row, int64 [B].
+        tokens: packed tokens of the rows; those that share a prompt stay together as far as the sizes allow.
         micro_batch_size: rows in a micro-batch when ``max_token_len`` is None.
         max_token_len: packed tokens a micro-batch may have; a longer row gets one of its own.
         dp_group: every rank of it gets the same number of micro-batches, because experts are shared across it. A rank
             with fewer rows gets empty ones at the end.
         device: where the collectives of ``dp_group`` expect tensors.
     """
-    lengths = lengths_B.tolist()
+    units, parts = units_of_rows(tokens, micro_batch_size, max_token_len)
+    wanted = int(reduce_over(torch.tensor([len(parts)], dtype=torch.int32), dp_group, dist.ReduceOp.MAX, device))
     if max_token_len is not None:
-        chunks = partitions_within(lengths, max_token_len)
-    elif lengths and len(lengths) % micro_batch_size == 0:
-        chunks = get_seqlen_balanced_partitions(lengths, len(lengths) // micro_batch_size, equal_size=True)
-    else:
-        rows = list(range(len(lengths)))
-        chunks = [rows[first : first + micro_batch_size] for first in range(0, len(rows), micro_batch_size)]
-    wanted = int(reduce_over(torch.tensor([len(chunks)], dtype=torch.int32), dp_group, dist.ReduceOp.MAX, device))
-    if max_token_len is not None:
-        chunks = split_to(chunks, lengths, wanted)
-    chunks.sort(key=lambda chunk: (-sum(lengths[row] for row in chunk), chunk))
+        parts = split_to(parts, [tokens.of(unit) for unit in units], wanted)
+    chunks = [sorted(row for index in part for row in units[index]) for part in parts]
+    if max_token_len is not None:  # prompts are split last
+        chunks = split_to(chunks, [tokens.of([row]) for row in range(len(tokens.own))], wanted)
+    chunks.sort(key=lambda chunk: (-tokens.of(chunk), chunk))
     return chunks + [[] for _ in range(wanted - len(chunks))]
 
 

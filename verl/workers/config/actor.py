@@ -142,11 +142,12 @@ class ActorConfig(Section):
     #: compute log-probs before the update: ``auto`` and ``False`` only if they differ from those of the update itself,
     #: ``True`` always.
     recompute_old_log_prob: str = key("auto", _SWITCH)
-    #: compute a prompt once for all of its samples in a micro-batch; attention alone sees whole samples, and a rank
-    #: gets all samples of a prompt. It changes rounding, and nothing else. Context parallelism, multi-token prediction,
-    #: ``seq_aux_loss`` and replayed routing need whole sequences: with one of them ``auto`` shares nothing, and
-    #: ``True`` is refused.
-    share_prompts: str = key("false", _SWITCH)
+    #: compute a prompt once for all of its samples in a micro-batch; attention alone sees whole samples. They stay
+    #: together on a rank and in its micro-batches, where limits of tokens count the prompt once. It changes rounding,
+    #: and nothing else. Context parallelism, multi-token prediction, ``seq_aux_loss`` and replayed routing need whole
+    #: sequences: with one of them ``auto`` shares nothing, and ``True`` is refused. ``auto`` shares nothing on an NPU,
+    #: where attention would copy prompts.
+    share_prompts: str = key("auto", _SWITCH)
     load_weight: bool = True  #: load the weights; False initialises actor and reference at random.
     optim: McoreOptimizerConfig = key(McoreOptimizerConfig)
     megatron: McoreEngineConfig = key(McoreEngineConfig)
@@ -189,9 +190,13 @@ class ActorConfig(Section):
             return True
         return self.ppo_epochs != 1 or self.ppo_mini_batch_size != train_batch_size
 
-    @property
-    def shares_prompts(self) -> bool:
-        return self.share_prompts.lower() != "false" and not any(self._needs_whole_sequences())
+    def skip_sharing_reason(self, device: str) -> str:
+        """Why samples do not share their prompt on ``device`` (cpu, cuda or npu); empty where they do."""
+        if self.share_prompts.lower() == "false":
+            return "share_prompts is False"
+        if self.share_prompts.lower() == "auto" and device == "npu":
+            return "attention on an NPU would copy prompts"
+        return next(self._needs_whole_sequences(), "")
 
     def _needs_whole_sequences(self) -> Iterator[str]:
         """What is set that cannot do with prompts that are computed once."""
