@@ -30,8 +30,8 @@ KEPT_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(2**25),
     "MALLOC_CONF": "dirty_decay_ms:-1",
 }
-# Threads that wait for work sleep soon: for the milliseconds that GNU's OpenMP would have them spin, they take cores from
-# whatever else runs, which on a laptop is a browser at least.
+# Threads that wait for work sleep soon: for the milliseconds that GNU's OpenMP would have them spin, they take cores
+# from whatever else runs, which on a laptop is a browser at least.
 WAITING_THREADS = {"GOMP_SPINCOUNT": "1000"}
 _EXPORT = re.compile(r'^export (\w+)="\$\{\w+:-([^}]*)\}"', re.MULTILINE)
 
