@@ -208,6 +208,31 @@ def test_a_resume_with_another_reward_is_told_and_marked(tmp_path: Path, capsys:
         assert "nothing logged" in svg or ">other reward</text>" in svg, chart.name
 
 
+def test_whether_it_learned_and_its_signs_are_on_the_first_screen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path)
+    assert main(["--run-dir", str(tmp_path)]) == 0
+    page, shown = (tmp_path / "report.html").read_text(encoding="utf-8"), capsys.readouterr().out
+    assert page.index("signs of not learning: none") < page.index("<h2>Curves</h2>")
+    assert "signs of not learning: none" in re.sub(r"[\s│]+", " ", shown)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    for row in lines:
+        row |= {"val/problems": 300} if "val/score" in row else {}
+        row |= {"signs/no_format": 1.0} if row["step"] in (3, 4, 5, 9) else {}
+        row |= {"signs/answers_cut": 1.0, "critic/score/min": None} if row["step"] == 4 else {}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["--run-dir", str(tmp_path)]) == 0
+    page, shown = (tmp_path / "report.html").read_text(encoding="utf-8"), capsys.readouterr().out
+    first_screen = page[: page.index("<h2>Curves</h2>")]
+    assert "it has learned: validation score 0.400 [" in first_screen and "300 problems" in first_screen
+    assert first_screen.index("<td>answers_cut</td><td>4</td>") < first_screen.index(
+        "<td>no_format</td><td>3-5, 9</td>"
+    )
+    assert "raise data.max_response_length" in first_screen
+    assert "no_format (4 steps)" in re.sub(r"[\s│]+", " ", shown)
+
+
 def test_nothing_to_report_on_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--run-dir", str(tmp_path)]) == 2
     assert "no metrics.jsonl" in capsys.readouterr().out

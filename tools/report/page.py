@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.report.curves import CHARTS, LIVE_CHARTS, Chart, as_svg
+from tools.report.learning import signs_of, verdict
 from tools.report.phases import LABELS, STEP, phases
 from tools.report.run_data import RunData, is_finite
 
@@ -33,6 +34,7 @@ def render(run: RunData) -> str:
     body = "".join(
         [
             _head(run),
+            _learning(run),
             _curves(run, CHARTS),
             _phases(run),
             _transcripts(run),
@@ -79,6 +81,12 @@ def _head(run: RunData) -> str:
         cells.append(("largest trainer/rollout gap", f"{max(gaps):.1e}"))
     where = html.escape(str(run.run_dir))
     return f'<h1>{html.escape(run.run_dir.name)}</h1><div class="muted path">{where}</div>{tiles(cells)}'
+
+
+def _learning(run: RunData) -> str:
+    """Whether it has learned, and every sign that it did not with what to change."""
+    table = _table(rows, "sign", "steps", "what to change") if (rows := signs_of(run)) else ""
+    return f'<h2>Learning</h2><div class="card"><div>{_text(verdict(run))}</div>{table}</div>'
 
 
 def tiles(cells: Sequence[tuple[str, str]]) -> str:

@@ -7,6 +7,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from tools.report.learning import verdict
 from tools.report.page import duration
 from tools.report.run_data import RunData
 
@@ -68,6 +69,7 @@ def closing_summary(run: RunData) -> RenderableType:
         (first_step, first), (last_step, last) = scores[0], scores[-1]
         facts.add_row("validation score", f"{first:.3f} (step {first_step}) -> {last:.3f} (step {last_step})")
         facts.add_row("last validations", ", ".join(f"{value:.3f}" for _, value in scores[-3:]))
+    facts.add_row("learning", Text(verdict(run)))
     if score := run.series("critic/score/mean"):
         facts.add_row("training score", f"{score[0][1]:.3f} -> {score[-1][1]:.3f}")
     facts.add_row("steps", f"{int(run.metrics[-1]['step'])} in {duration(run.seconds())}")

@@ -132,8 +132,9 @@ def compute_reward_metrics(parts: Mapping[str, np.ndarray], prefix: str) -> dict
 def compute_validation_metrics(
     data_sources: np.ndarray, parts: Mapping[str, np.ndarray], response_lengths: Tensor, n: int
 ) -> dict[str, float]:
-    """``val/*`` over all problems and ``val-core/<data_source>/reward/mean@n`` for each source."""
+    """``val/*`` over all problems (n responses each), ``val-core/<data_source>/reward/mean@n`` for each source."""
     metrics = compute_reward_metrics(parts, "val")
+    metrics["val/problems"] = len(data_sources) / n
     metrics["val/response_length"] = float(response_lengths.float().mean())
     for source in sorted(set(data_sources)):
         chosen = data_sources == source

@@ -47,8 +47,15 @@ class StepObserver:
     def before_update(self, step: Step) -> None:
         """Called when the batch has its advantages; the weights have not been updated yet."""
 
+    def before_log(self, number: int, metrics: dict[str, float]) -> dict[str, float]:
+        """Called with the metrics of a step, or of the validation before the first (0); returns further ones."""
+        return {}
+
     def after_step(self, number: int) -> None:
         """Called when the step has been logged, validated and saved."""
+
+    def after_run(self) -> None:
+        """Called when the last step of training is over; not when the run was stopped."""
 
 
 def steps_of(directory: Path, pattern: str) -> list[int]:

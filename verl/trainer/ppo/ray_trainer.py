@@ -19,6 +19,7 @@ from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.config.data import file_list, val_sets
 from verl.trainer.ppo.filter_groups import group_filter
 from verl.trainer.ppo.kl import get_kl_controller
+from verl.trainer.ppo.learning import LearningObserver
 from verl.trainer.ppo.metric_utils import (
     compute_data_metrics,
     compute_rank_metrics,
@@ -111,6 +112,7 @@ class RayPPOTrainer:
         self.reward_ledger = RewardLedger(config.trainer.report_dir, config.reward_model.ledger)
         samples_per_step = data.train_batch_size * config.actor_rollout_ref.rollout.n
         self.ungraded_limit = UngradedLimit(config.reward_model.max_ungraded_ratio, samples_per_step)
+        self.learning = LearningObserver(config, tokenizer.decode)
 
     def init_workers(self) -> None:
         """Starts one process per device and builds the models in it."""
@@ -144,6 +146,7 @@ class RayPPOTrainer:
             self.workers,
             self.source,
             self.kl_ctrl,
+            self.learning,
             learning_settings(self.config) | {THREADS: num_threads},
         )
         self.validator = Validator(
@@ -193,11 +196,12 @@ class RayPPOTrainer:
             add=self._take_scores,
             record=self.reward_ledger.add,
             keeps=group_filter(self.config),
+            end_step=self.learning.end_step,
         )
 
     def _make_observers(self) -> list[StepObserver]:
         trainer = self.config.trainer
-        observers: list[StepObserver] = [self.reward_ledger]
+        observers: list[StepObserver] = [self.reward_ledger, self.learning]
         if trainer.records_rollouts:
             rollouts = SavedRollouts(Path(trainer.report_dir).expanduser() / FOLDER)
             observers.append(RolloutSaver(rollouts, self.workers, self.source))
@@ -235,7 +239,7 @@ class RayPPOTrainer:
         for observer in self.observers:
             observer.cut_back(first_logged_step)
         if self.global_step == 0 and trainer.tests_first:
-            self.tracking.log(self.validator.run(0, self.timeline.phase_seconds()), step=0)
+            self._log(self.validator.run(0, self.timeline.phase_seconds()))
         self.stop_request.has_steps = True
         while self.global_step < self.total_training_steps:
             self._stop_if_asked(self.global_step)
@@ -247,7 +251,7 @@ class RayPPOTrainer:
             is_last = self.global_step == self.total_training_steps
             if trainer.tests_after(self.global_step, is_last=is_last):
                 metrics |= self.validator.run(self.global_step, self.timeline.phase_seconds())
-            self.tracking.log(metrics | self.run_metrics | self.checkpoints.take_timing(), step=self.global_step)
+            self._log(metrics | self.run_metrics | self.checkpoints.take_timing())
             stops_here = self.stop_request.is_made and not trainer.rollout_only
             if stops_here or trainer.saves_after(self.global_step, is_last=is_last):
                 self.checkpoints.save(self.global_step, self.timeline.phase_seconds())
@@ -255,10 +259,19 @@ class RayPPOTrainer:
                 observer.after_step(self.global_step)
         self.checkpoints.publish(waits=True)
         self.tracking.finish()
+        if not trainer.rollout_only:
+            for observer in self.observers:
+                observer.after_run()
         if trainer.export_hf and not trainer.rollout_only:
             path = str(Path(trainer.report_dir) / "export_hf")
             self.workers.export_hf(path)
             logger.info("the trained model is in %s", path)
+
+    def _log(self, metrics: dict[str, float]) -> None:
+        assert self.tracking is not None
+        for observer in self.observers:
+            metrics |= observer.before_log(self.global_step, metrics)
+        self.tracking.log(metrics, step=self.global_step)
 
     def _stop_if_asked(self, step: int) -> None:
         """Raises TrainingInterruptedError after ``step``, which has been saved, when a stop was asked for."""
@@ -363,6 +376,7 @@ class RayPPOTrainer:
             self.reward_ledger.write(self.global_step)
             raise
         add_scores(batch, scores, self.config.reward_model.overlong)
+        self.learning.add(batch)
 
     def _apply_kl(self, batch: DataProto) -> dict[str, float]:
         if not self.config.algorithm.use_kl_in_reward:

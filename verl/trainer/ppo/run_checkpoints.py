@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hf_formats.files import write_text
 from verl.trainer.config import TrainerConfig
 from verl.trainer.ppo import checkpointing
 from verl.trainer.ppo.kl import AdaptiveKLController, FixedKLController
+from verl.trainer.ppo.learning import LearningObserver
 from verl.trainer.ppo.metric_utils import marked_timer
 from verl.trainer.ppo.run_changes import record_changes
 
 logger = logging.getLogger(__name__)
 
-_LEARNING = "learning"  # key of the state
+_LEARNING, _SIGNS = "learning", "signs.json"  # key of the state; a file of its own, as a part of a run has others
 
 
 class RunCheckpoints:
-    """The checkpoints of one run: the state of its workers, of its source of samples and of its KL controller.
+    """The checkpoints of one run: the state of its workers, its source of samples, its KL controller and its signs.
 
     Args:
+        signs: the observer of the signs of not learning.
         learning: what the run learns from (``learning_settings``).
     """
 
@@ -32,10 +36,11 @@ class RunCheckpoints:
         workers: Any,
         source: Any,
         kl_ctrl: AdaptiveKLController | FixedKLController,
+        signs: LearningObserver,
         learning: dict[str, Any],
     ) -> None:
         self.config, self.load_contents = config, load_contents
-        self.workers, self.source, self.kl_ctrl, self.learning = workers, source, kl_ctrl, learning
+        self.workers, self.source, self.kl_ctrl, self.signs, self.learning = workers, source, kl_ctrl, signs, learning
         self._unpublished: checkpointing.Checkpoint | None = None
         self._last_save: dict[str, float] = {}
 
@@ -50,6 +55,7 @@ class RunCheckpoints:
             self.publish(waits=True)
             state, arrays = self.source.state()
             checkpoint.write_state(state | {"kl_coef": self.kl_ctrl.value, _LEARNING: self.learning}, arrays)
+            write_text(checkpoint.directory / _SIGNS, json.dumps(self.signs.state()))
             latest_path = checkpointing.latest_path(root).absolute()
             self.workers.save_checkpoint(
                 str(checkpoint.actor.absolute()), global_step=step, latest_path=str(latest_path)
@@ -94,6 +100,8 @@ class RunCheckpoints:
         state, arrays = checkpoint.read_state()
         self.source.load_state(state, arrays, checkpoint.step)
         self.kl_ctrl.value = state["kl_coef"]
+        signs = checkpoint.directory / _SIGNS  # after the source, which grades its groups again
+        self.signs.load_state(json.loads(signs.read_text()) if signs.is_file() else {})
         self.workers.load_checkpoint(str(checkpoint.actor.absolute()))
         logger.info("resumed after step %d from %s", checkpoint.step, checkpoint.directory)
         record_changes(config.report_dir, checkpoint.step, state.get(_LEARNING, {}), self.learning)

@@ -34,12 +34,14 @@ class Grading:
         add: adds the scores to their batch as columns.
         record: writes grades down for the step's ledger.
         keeps: whether a graded group is trained on.
+        end_step: called when the counts of a step are taken.
     """
 
     start: Callable[[DataProto], Pending]
     add: Callable[[DataProto, Scores], None]
     record: Callable[[Sequence[GradedSample]], None]
     keeps: Callable[[SampleGroup], bool]
+    end_step: Callable[[], None] = lambda: None
 
     def score(self, batch: DataProto) -> None:
         """Grades a batch at once and waits for it."""
@@ -196,6 +198,7 @@ class GroupBuffer(SampleBuffer):
 
     def take_counts(self) -> FilterCounts:
         """The counts, which begin anew."""
+        self._grading.end_step()
         counts, self.counts = self.counts, FilterCounts()
         return counts
 
