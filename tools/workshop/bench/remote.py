@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from third_party.jemalloc import find_library
-from tools.launch.ray_node import KEPT_MEMORY
+from tools.launch.ray_node import KEPT_MEMORY, WAITING_THREADS
 
 ROOT = Path(__file__).resolve().parents[3]
 ANSWER_TIMEOUT_S = 1800
@@ -170,7 +170,7 @@ def allocator_name() -> str:
 
 def _environment(spec: EngineSpec, num_threads: int) -> dict[str, str]:
     """This process's, with equal threads and allocator for all, and no way to the network."""
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environment = WAITING_THREADS | {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     environment |= {
         "OMP_NUM_THREADS": str(num_threads),
         "HF_HUB_OFFLINE": "1",
