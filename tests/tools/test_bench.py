@@ -9,7 +9,7 @@ import pytest
 
 from tests.ray_workers import forked_workers
 from tools.workshop.bench import data_plane, step, train
-from tools.workshop.bench.models import Batch, matmul_flops, parsed, small_config
+from tools.workshop.bench.models import Batch, matmul_flops, parsed, small_config, update_flops
 
 TINY = "--hidden-size 64 --num-layers 2 --num-experts 8 --vocab-size 64 --tokens 96 --length 32 --micro-tokens 64"
 
@@ -38,7 +38,8 @@ def test_whole_steps_of_a_new_process_in_every_round(tmp_path: Path, capsys: pyt
     report = json.loads(file.read_text())
     (row,) = report["rows"]
     assert len(row["steps"]) == 4 and all(one["num_tokens"] == 16 for one in row["steps"])
-    assert row["seconds"] > row["generate_seconds"] > 0 and report["ratios"] == {}
+    assert row["seconds"] > row["generate_seconds"] > 0
+    assert [0 < ratio < 1 for ratio in report["ratios"].values()] == [True], "our update has a least time"
     assert step.main(["--steps", "0", "--rounds", "0", "--engines", "ours", "trl"]) == 2
     said = capsys.readouterr().err
     assert all(text in said for text in ("--steps must be", "--rounds must be", "--trl-python is absent"))
@@ -54,6 +55,9 @@ def test_work_of_a_step() -> None:
     # Twice the sequences are twice the work; one sequence of twice the length is more than that.
     assert matmul_flops(hf, [16, 16]) == 2 * matmul_flops(hf, [16]) < matmul_flops(hf, [32])
     assert Batch(((1, 2), (3,))).num_tokens == 3
+    # A prompt that two samples share is computed once, and its logits are not computed.
+    whole, shared = matmul_flops(hf, [20, 20]), update_flops(hf, [16], 2, 4)
+    assert shared < whole and update_flops(hf, [16, 16], 2, 4) == 2 * shared
 
 
 def test_data_plane_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

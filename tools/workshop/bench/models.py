@@ -164,6 +164,15 @@ def matmul_flops(hf: HFModelConfig, lengths: list[int]) -> float:
     return 3.0 * sum(length * train_flops_per_token(work, (length + 1) / 2) for length in lengths)
 
 
+def update_flops(hf: HFModelConfig, prompt_lengths: list[int], samples: int, new_tokens: int) -> float:
+    """The same of an update that computes a prompt once for its samples, and logits of the new tokens alone."""
+    work, flops = model_work(hf), 0.0
+    for length in prompt_lengths:
+        flops += length * (train_flops_per_token(work, (length + 1) / 2) - 2 * work.embedding)
+        flops += samples * new_tokens * train_flops_per_token(work, length + (new_tokens + 1) / 2)
+    return 3.0 * flops
+
+
 @dataclass(frozen=True)
 class Work:
     """What is generated at once: ``n`` samples of exactly ``new_tokens`` for prompts of some lengths."""
