@@ -92,6 +92,7 @@ BESIDE = {
     "PendingScores": "grades that are being computed",
     "ScoringResult": "a grade",
     "GradedSample": "a line of the ledger",
+    "Seen": "a graded sample of which the signs of not learning are made",
     "Scores": "grades of a batch",
 }
 MOST_CLASSES = 7
