@@ -12,13 +12,13 @@ import sys
 import time
 from collections.abc import Sequence
 from statistics import median
-
-import torch
-from torch.nn.functional import linear
+from typing import TYPE_CHECKING
 
 from hf_formats.cores import THREADS, threads_per_worker
-from megatron.core.ops.cpu.instructions import multiplies_bfloat16
 from tools.launch.processes import python_path
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 KEYS = ("actor_rollout_ref.actor.megatron.dtype", "actor_rollout_ref.rollout.dtype")
 MIN_GAIN = 1.3  # below it float32 is taken, whose products are exact to more digits
@@ -28,6 +28,10 @@ _ROWS, _INNER, _COLUMNS = 512, 1024, 2048
 
 def main() -> int:
     """See the module."""
+    import torch  # here alone: the launcher, which imports this module, does without
+
+    from megatron.core.ops.cpu.instructions import multiplies_bfloat16
+
     torch.set_num_threads(threads_per_worker(1))
     print(f"{_gain() if multiplies_bfloat16() else 0.0:.3f}")
     return 0
@@ -55,6 +59,8 @@ def dtypes_in(overrides: Sequence[str]) -> tuple[str, ...]:
 
 def _gain() -> float:
     """Seconds of the layer in float32 over those in bfloat16."""
+    import torch
+
     x, weight = torch.ones(_ROWS, _INNER), torch.ones(_COLUMNS, _INNER)
     of_dtype = {dtype: (x.to(dtype), weight.to(dtype)) for dtype in (torch.float32, torch.bfloat16)}
     gains = []
@@ -64,7 +70,9 @@ def _gain() -> float:
     return median(gains)
 
 
-def _seconds(x: torch.Tensor, weight: torch.Tensor) -> float:
+def _seconds(x: Tensor, weight: Tensor) -> float:
+    from torch.nn.functional import linear
+
     linear(x, weight)  # what was used last is in the cache
     start = time.perf_counter()
     linear(x, weight)
