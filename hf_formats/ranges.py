@@ -1,6 +1,8 @@
-"""Arithmetic of ranges: the part of a tensor that lies at [start, stop) in every dimension."""
+"""Arithmetic of ranges: the part of a tensor that lies at [start, stop) in every dimension; and ranges in words."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -26,3 +28,14 @@ def intersection(left: Ranges, right: Ranges) -> Ranges | None:
 def relative(inner: Ranges, outer: Ranges) -> tuple[slice, ...]:
     """The index of ``inner`` in a tensor that holds ``outer``."""
     return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(inner, outer, strict=True))
+
+
+def runs_text(numbers: Iterable[int]) -> str:
+    """Whole numbers as a person writes them: ``0-3, 8`` for 0, 1, 2, 3 and 8, in any order."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

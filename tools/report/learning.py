@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+from hf_formats.ranges import runs_text
 from tools.report.run_data import RunData, is_finite
 from verl.trainer.ppo.signs import SIGNS, Signs
 
@@ -18,13 +17,7 @@ def verdict(run: RunData) -> str:
 
 def signs_of(run: RunData) -> list[tuple[str, str, str]]:
     """Name, steps and advice of every sign in the run, the most important first."""
-    return [(name, ranges(steps), SIGNS[name].advice) for name, steps in _steps_of(run).items()]
-
-
-def ranges(steps: Sequence[int]) -> str:
-    """Sorted numbers as a person writes them: 1-3, 7."""
-    starts, ends = ([step for step in steps if step + beside not in steps] for beside in (-1, 1))
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
+    return [(name, runs_text(steps), SIGNS[name].advice) for name, steps in _steps_of(run).items()]
 
 
 def _steps_of(run: RunData) -> dict[str, list[int]]:

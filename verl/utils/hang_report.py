@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hf_formats.ranges import runs_text
+
 _C10D = os.path.join("torch", "distributed", "distributed_c10d.py")
 _DEVICE_READ = re.compile(r"\.(item|tolist|cpu|numpy|synchronize)\(")
 _STDLIB = re.escape(sysconfig.get_path("stdlib") + os.sep)
@@ -127,7 +129,7 @@ def describe_group(group: dist.ProcessGroup | None) -> str:
     if group is None:
         return "no group"
     name = "world" if group is dist.group.WORLD else getattr(group, "group_desc", "") or "group"
-    return f"{name} {_ranks_text(dist.get_process_group_ranks(group))}"
+    return f"{name} [{runs_text(dist.get_process_group_ranks(group))}]"
 
 
 def report(
@@ -168,9 +170,7 @@ def _grouped(items: Iterable[tuple[str, int]]) -> list[str]:
     ranks_of: dict[str, list[int]] = {}
     for text, rank in items:
         ranks_of.setdefault(text, []).append(rank)
-    shown = [
-        f"  rank{'s' if len(ranks) > 1 else ''} {_ranks_text(ranks)[1:-1]}: {text}" for text, ranks in ranks_of.items()
-    ]
+    shown = [f"  rank{'s' if len(ranks) > 1 else ''} {runs_text(ranks)}: {text}" for text, ranks in ranks_of.items()]
     return shown or ["  none"]
 
 
@@ -213,15 +213,3 @@ def _line_of(frame: FrameType) -> str:
     code = frame.f_code
     path = os.sep.join(code.co_filename.split(os.sep)[-3:])
     return f"{path}:{frame.f_lineno} in {code.co_name}: {linecache.getline(code.co_filename, frame.f_lineno).strip()}"
-
-
-def _ranks_text(ranks: Sequence[int]) -> str:
-    """Return [0, 1, 2, 3, 8] as ``[0-3, 8]``."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    texts = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
-    return f"[{', '.join(texts)}]"
