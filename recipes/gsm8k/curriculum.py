@@ -60,9 +60,14 @@ class DegreeCurriculum(AbstractCurriculumSampler):
             yield self._order[1][place]
 
     def update(self, batch: DataProto) -> dict[str, float]:
-        """Count the step's mean score and move if the last ones allow it; returns the degree that the step trained."""
+        """Count the step's mean score and move if the last ones allow it; returns the degree that the step trained.
+
+        Where a filter leaves out groups that are all right, the score is that of all groups.
+        """
         trained, higher = self.degree, [degree for degree in self.rows if degree > self.degree]
-        self.scores = [*self.scores, float(batch.batch["token_level_scores"].sum(-1).mean())][-self.num_steps :]
+        kept = float(batch.batch["token_level_scores"].sum(-1).mean())
+        score = batch.meta_info.get("train/reward_before_filter", kept)
+        self.scores = [*self.scores, score][-self.num_steps :]
         mean = sum(self.scores) / len(self.scores)
         if higher and len(self.scores) == self.num_steps and mean > self.threshold:
             self.degree, self.num_drawn, self.scores = min(higher), 0, []

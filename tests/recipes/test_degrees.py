@@ -277,7 +277,7 @@ def run(of: ResumableLoader, scores: list[float]) -> list[list[int]]:
     batches, found = iter(of), []
     for score in scores:
         found.append(next(batches)["index"].tolist())
-        batch = SimpleNamespace(batch={"token_level_scores": torch.tensor([[0.0, score], [score, 0.0]])})
+        batch = SimpleNamespace(batch={"token_level_scores": torch.tensor([[0.0, score], [score, 0.0]])}, meta_info={})
         of.sampler.update(batch)
     return found
 
@@ -301,8 +301,15 @@ def test_it_moves_on_when_the_last_steps_are_good_and_never_back(caplog: pytest.
 
 def test_the_metric_is_the_degree_that_the_step_trained() -> None:
     sampler = curriculum(threshold=0.5, num_steps=1)
-    batch: Any = SimpleNamespace(batch={"token_level_scores": torch.ones(2, 3) / 3})
+    batch: Any = SimpleNamespace(batch={"token_level_scores": torch.ones(2, 3) / 3}, meta_info={})
     assert [sampler.update(batch)["curriculum/degree"] for _ in range(4)] == [1.0, 2.0, 4.0, 4.0]
+
+
+def test_groups_that_a_filter_left_out_count() -> None:
+    sampler = curriculum(threshold=0.8, num_steps=1)
+    meta = {"train/reward_before_filter": 0.9}
+    batch: Any = SimpleNamespace(batch={"token_level_scores": torch.ones(2, 2) / 4}, meta_info=meta)
+    assert [sampler.update(batch)["curriculum/degree"] for _ in range(2)] == [1.0, 2.0]
 
 
 def test_every_problem_of_a_degree_comes_before_one_comes_again() -> None:

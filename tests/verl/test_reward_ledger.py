@@ -70,11 +70,11 @@ def _scores(reward: str) -> Scores:
     return scores
 
 
-def _write(ledger: RewardLedger, step: int, scores: Scores, *, is_validation: bool = False) -> None:
+def _write(ledger: RewardLedger, step: int, scores: Scores) -> None:
     """In two parts, as a step that samples twice."""
     ledger.add(scores.samples[:2])
     ledger.add(scores.samples[2:])
-    ledger.write(step, is_validation=is_validation)
+    ledger.write(step)
 
 
 @pytest.fixture
@@ -121,13 +121,24 @@ def test_time_outs_are_counted_apart_and_parts_over_those_who_have_them(reward: 
 @pytest.mark.timeout(60)
 def test_references_hold_digests_and_off_holds_nothing(tmp_path: Path, reward: str) -> None:
     scores = _scores(reward)
-    _write(RewardLedger(str(tmp_path / "a"), "references"), 0, scores, is_validation=True)
+    RewardLedger(str(tmp_path / "a"), "references").write_validation(0, scores.samples)
     path = tmp_path / "a" / "reward_ledger" / "val_step_0.jsonl"
     line = json.loads(path.read_text().splitlines()[0])
     assert "response" not in line and len(line["response_sha256"]) == len(line["prompt_sha256"]) == 64
     assert main([str(path)]) == EXIT_BAD_INPUT
     _write(RewardLedger(str(tmp_path / "b"), "off"), 0, scores)
     assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.timeout(60)
+def test_a_validation_has_its_own_samples_alone(tmp_path: Path, reward: str) -> None:
+    scores = _scores(reward)
+    ledger = RewardLedger(str(tmp_path), "texts")
+    ledger.add(scores.samples[:2])  # rejected by a filter while the policy trains, before the validation
+    ledger.write_validation(3, scores.samples[2:])
+    ledger.write(4)
+    lines = {path.stem: len(path.read_text().splitlines()) for path in (tmp_path / "reward_ledger").iterdir()}
+    assert lines == {"val_step_3": 3, "step_4": 2}
 
 
 @pytest.mark.timeout(60)

@@ -34,5 +34,7 @@ class AbstractCurriculumSampler(AbstractSampler):
     def update(self, batch: DataProto) -> Mapping[str, float] | None:
         """Called after each step with its samples: ``index``, ``uid``, rewards, advantages and all other columns.
 
+        ``meta_info`` has the metrics of its sampling, with a filter ``train/reward_before_filter``.
+
         Returns metrics of the step, if any.
         """

@@ -337,6 +337,7 @@ class RayPPOTrainer:
                     config.training_layout.context_parallel_size,
                 )
                 if isinstance(self.train_loader.sampler, AbstractCurriculumSampler):
+                    batch.meta_info |= sampling
                     metrics |= self.train_loader.sampler.update(batch) or {}
                 # Every rank has the same metrics, those of the whole batch.
                 metrics |= {name: values[0] for name, values in report["metrics"].items()}

@@ -39,14 +39,19 @@ class RewardLedger(StepFiles):
     def after_rewards(self, step: Step) -> None:
         self.write(step.number)
 
-    def write(self, step: int, *, is_validation: bool = False) -> None:
-        """Writes the file of one step with the grades since the last file, if any; it is on disk when this returns."""
-        if self._contents == "off" or not self._samples:
-            return
+    def write(self, step: int) -> None:
+        """Writes the file of one step with the grades since the last, if any; it is on disk when this returns."""
         samples, self._samples = self._samples, []
-        lines = (json.dumps(_record(step, sample, self._contents)) + "\n" for sample in samples)
-        prefix = "val_" if is_validation else ""
-        self.write_file(f"{prefix}step_{step}.jsonl", "".join(lines))
+        self._write(f"step_{step}.jsonl", step, samples)
+
+    def write_validation(self, step: int, samples: Sequence[GradedSample]) -> None:
+        """Writes the file of one validation; grades that are collected meanwhile are the next step's."""
+        self._write(f"val_step_{step}.jsonl", step, samples)
+
+    def _write(self, name: str, step: int, samples: Sequence[GradedSample]) -> None:
+        if self._contents != "off" and samples:
+            lines = (json.dumps(_record(step, sample, self._contents)) + "\n" for sample in samples)
+            self.write_file(name, "".join(lines))
 
 
 def _record(step: int, sample: GradedSample, contents: str) -> dict[str, Any]:

@@ -58,10 +58,9 @@ class Validator:
                     outputs.append(batch)
                     pending.append(self.reward_fn.start(batch, is_validation=True))
             scores = [item.result() for item in pending]
-        for item in scores:
-            self.ledger.add(item.samples)
-        self.ledger.write(step, is_validation=True)
-        self.ungraded_limit.check([sample for item in scores for sample in item.samples], "a validation")
+        samples = [sample for item in scores for sample in item.samples]
+        self.ledger.write_validation(step, samples)
+        self.ungraded_limit.check(samples, "a validation")
         parts = _joined_parts(scores)
         self._write_transcripts(step, outputs, [text for item in scores for text in item.responses], parts)
         sources, sets = (
