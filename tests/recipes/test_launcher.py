@@ -422,6 +422,8 @@ def test_another_training_is_archived_and_the_same_one_is_not(tmp_path: Path) ->
     (out / "checkpoints" / "global_step_3").mkdir(parents=True)
     model.mkdir()
     (model / "config.json").write_text("{}")
+    weights = model / "model.safetensors"
+    weights.write_bytes(bytes(100_000))
     rows.write_text("rows")
     first = training_identity(1, [rows], model)
     assert archive_other_training(out, first) is None
@@ -433,6 +435,13 @@ def test_another_training_is_archived_and_the_same_one_is_not(tmp_path: Path) ->
     assert (moved_to / "checkpoints" / "global_step_3").is_dir()
     assert not (out / "checkpoints").exists()
     assert training_identity(2, [rows], model) != training_identity(1, [rows], model)
+    (out / "checkpoints").mkdir()
+    weights.write_bytes(b"1" * 100_000)  # another model of the same shape
+    assert archive_other_training(out, training_identity(1, [rows], model)) == out / "earlier_runs" / "2"
+    (out / "checkpoints").mkdir()
+    run_file = out / "run.json"
+    run_file.write_text(json.dumps({"identity": json.loads(run_file.read_text())["identity"]}))  # of an older version
+    assert archive_other_training(out, training_identity(1, [rows], model)) is None
 
 
 def test_all_own_processes_end_and_no_other(tmp_path: Path) -> None:

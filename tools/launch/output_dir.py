@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import logging
 import os
@@ -19,7 +20,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -36,6 +37,7 @@ LATEST = "latest"
 logger = logging.getLogger(__name__)
 _RANK = re.compile(r":actor_name:rank (\d+)")  # Ray writes an actor's repr into its files when it starts
 _HEAD_BYTES = 1000
+_PLACES, _PLACE_BYTES = 16, 4096
 TOKEN_LETTERS = 64
 TOKEN_WAIT_S = 5.0
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # of flock, on some network file systems
@@ -87,28 +89,41 @@ def shared_token(output_dir: Path, given: str | None) -> str:
     return token
 
 
-def training_identity(seed: int, train_files: Iterable[Path], model_dir: Path) -> str:
-    """A digest of what a training starts from; paths and settings that may change on a resume do not count.
+def training_identity(seed: int, train_files: Iterable[Path], model_dir: Path) -> dict[str, str]:
+    """Digests of what a training starts from; paths and settings that may change on a resume do not count.
 
-    Only the sizes of the weights are read (hundreds of GB).
+    Of the weights (hundreds of GB) the sizes are read, and a few places of each file.
     """
-    shards = {path.name: path.stat().st_size for path in sorted(model_dir.glob("*.safetensors"))}
+    files = sorted(model_dir.glob("*.safetensors"))
+    shards = {path.name: path.stat().st_size for path in files}
     config = model_dir / "config.json"
     described = [config] if config.is_file() else []
-    return digest_of({"seed": seed, "shards": shards}, [*train_files, *described])
+    return {
+        "identity": digest_of({"seed": seed, "shards": shards}, [*train_files, *described]),
+        "weights": hashlib.sha256(b"".join(map(_places, files))).hexdigest(),
+    }
 
 
-def archive_other_training(output_dir: Path, identity: str) -> Path | None:
+def _places(path: Path) -> bytes:
+    """Bytes from places all over a file."""
+    with path.open("rb") as file:
+        return b"".join(
+            os.pread(file.fileno(), _PLACE_BYTES, path.stat().st_size * place // _PLACES) for place in range(_PLACES)
+        )
+
+
+def archive_other_training(output_dir: Path, identity: Mapping[str, str]) -> Path | None:
     """Move the results of another training into ``earlier_runs/N`` and note this one; None when nothing was moved."""
     run_file = output_dir / RUN_FILE
-    known = json.loads(run_file.read_text(encoding="utf-8"))["identity"] if run_file.is_file() else identity
+    known = json.loads(run_file.read_text(encoding="utf-8")) if run_file.is_file() else {}
+    is_other = any(known.get(name, value) != value for name, value in identity.items())  # an older file knows fewer
     present = [output_dir / name for name in OUTPUTS.split() if (output_dir / name).exists()]
     target = None
-    if known != identity and present:
+    if is_other and present:
         target = next_folder(output_dir / EARLIER)
         for path in present:
             os.replace(path, target / path.name)
-    write_text(run_file, json.dumps({"identity": identity}) + "\n")
+    write_text(run_file, json.dumps(identity) + "\n")
     return target
 
 
