@@ -87,7 +87,7 @@ def choose(run: PlannedRun, lengths: Lengths, size: StepSize, constants: Constan
     fast = min(form.seconds for form in forms) * (1 + LEAST_GAIN)
     forms.sort(key=lambda form: 0.0 if form.seconds <= fast else form.seconds)
     most = max(form.found.num_fitting for form in forms)
-    divide = f"{forms[0].found.num_training:,} training layouts divide"
+    divide = f"{forms[0].found.num_training:,} training layout(s) divide"
     reasons = [f"{divide}, up to {most:,} of them fit by the bound with {KEPT_FREE:.0%} of a device kept free"]
     for form in forms:
         for found in verified(form.run, form.found.best, size, 1, kept=given):

@@ -23,7 +23,7 @@ COLUMNS = ("", "training", "micro-batch", "again", "rollout", "seconds", "tokens
 def search(plan: WholePlan, shape: RunShape, constants: Constants, count: int, console: Console) -> bool:
     """Prints the ``count`` fastest layouts whose plans fit, the config's own first; whether there is one."""
     found = ranking(plan.run, shape, plan.size, constants)
-    divide = f"{found.num_training:,} training layouts divide, {found.num_fitting:,}"
+    divide = f"{found.num_training:,} training layout(s) divide, {found.num_fitting:,}"
     console.print(f"{divide} fit by the bound; planning the fastest")
 
     def report(item: Verified) -> None:
