@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from tests.system.command import read_metrics
 from tests.system.in_process import fit, in_process_config
 from tests.system.jobs import Prepared
+from verl.trainer.config.override_text import override
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # tests/verl/test_learning.py has a run with signs
 
@@ -47,3 +50,15 @@ def test_a_learning_rate_that_breaks_the_model_is_named(local_ray: None, convert
 def test_a_form_that_the_model_never_writes_is_named(local_ray: None, converted: Prepared, tmp_path: Path) -> None:
     names = _run(converted, tmp_path, "custom_reward_function.path=recipes/gsm8k/reward.py")
     assert names[-1][0] == "no_format", names
+
+
+def test_a_template_that_the_model_does_not_know_is_named(local_ray: None, converted: Prepared, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(converted.model_path, model)
+    path = model / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    template = "{% for message in messages %}[INST] {{ message.content }} [/INST]{% endfor %}"  # Llama 2's
+    path.write_text(json.dumps(settings | {"chat_template": template}))
+    names = _run(converted, tmp_path / "run", override("actor_rollout_ref.model.path", model))
+    assert names[-1], names
+    assert names[-1][0] in ("no_format", "answers_cut"), names
