@@ -185,10 +185,11 @@ has_torch() { # an environment keeps the build that it has
     [[ "$("$VENV_DIR/bin/python" -c 'from importlib.metadata import version; print(version("torch"))' 2>/dev/null)+" = "$RELEASE+"* ]]
 }
 
-# One look of 5 s: behind a wall, pip would try for minutes.
+# One look of 5 s: behind a wall, pip would try for minutes. A pipe to `grep -q` would end pip before its last line, now and then.
 cpu_index_has() { # VERSION
-    [ "$TORCH_CPU_INDEX" != no ] && timeout 5 "$VENV_DIR/bin/python" -m pip index versions --disable-pip-version-check \
-        --retries 0 --index-url "$TORCH_CPU_INDEX" torch 2>/dev/null | grep -qF "$1"
+    local known
+    [ "$TORCH_CPU_INDEX" != no ] && known="$(timeout 5 "$VENV_DIR/bin/python" -m pip index versions \
+        --disable-pip-version-check --retries 0 --index-url "$TORCH_CPU_INDEX" torch 2>/dev/null)" && grep -qF "$1" <<<"$known"
 }
 
 # Sets TORCH to the requirement of the build that this machine wants; from TORCH_CPU_INDEX torch alone is installed here.
