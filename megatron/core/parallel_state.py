@@ -94,6 +94,9 @@ class GroupBackend:
 
 # Set by initialize_model_parallel, cleared by destroy_model_parallel.
 _GROUPS: ProcessGroups | None = None
+# Before torch 2.8 a group that is freed right after its last collective may wait for ever for its own thread, which
+# still frees the tensors and wants the interpreter for that (pytorch #56297). So the last groups live a while longer.
+_DESTROYED: ProcessGroups | None = None
 
 
 def initialize_model_parallel(
@@ -192,12 +195,12 @@ def group_ranks(layout: ParallelLayout, name: str) -> list[list[int]]:
 
 
 def destroy_model_parallel() -> None:
-    """Forget the groups and free their connections; does nothing when there are none."""
-    global _GROUPS
+    """Forget the groups, whose connections the next call frees; does nothing when there are none."""
+    global _GROUPS, _DESTROYED
     if _GROUPS is None:
         return
     for name in GROUP_AXES:
         dist.destroy_process_group(getattr(_GROUPS, name))
     if _GROUPS.world is not dist.group.WORLD:
         dist.destroy_process_group(_GROUPS.world)
-    _GROUPS = None
+    _DESTROYED, _GROUPS = _GROUPS, None
