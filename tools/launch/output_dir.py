@@ -95,21 +95,21 @@ def training_identity(seed: int, train_files: Iterable[Path], model_dir: Path) -
     Of the weights (hundreds of GB) the sizes are read, and a few places of each file.
     """
     files = sorted(model_dir.glob("*.safetensors"))
-    shards = {path.name: path.stat().st_size for path in files}
+    sizes = [path.stat().st_size for path in files]
+    shards = {path.name: size for path, size in zip(files, sizes, strict=True)}
     config = model_dir / "config.json"
     described = [config] if config.is_file() else []
     return {
         "identity": digest_of({"seed": seed, "shards": shards}, [*train_files, *described]),
-        "weights": hashlib.sha256(b"".join(map(_places, files))).hexdigest(),
+        "weights": hashlib.sha256(b"".join(map(_places, files, sizes))).hexdigest(),
     }
 
 
-def _places(path: Path) -> bytes:
+def _places(path: Path, size: int) -> bytes:
     """Bytes from places all over a file."""
     with path.open("rb") as file:
-        return b"".join(
-            os.pread(file.fileno(), _PLACE_BYTES, path.stat().st_size * place // _PLACES) for place in range(_PLACES)
-        )
+        starts = (size * place // _PLACES for place in range(_PLACES))
+        return b"".join(os.pread(file.fileno(), _PLACE_BYTES, start) for start in starts)
 
 
 def archive_other_training(output_dir: Path, identity: Mapping[str, str]) -> Path | None:

@@ -71,11 +71,10 @@ def closing_summary(run: RunData) -> RenderableType:
         (first_step, first), (last_step, last) = scores[0], scores[-1]
         facts.add_row("validation score", f"{first:.3f} (step {first_step}) -> {last:.3f} (step {last_step})")
         facts.add_row("last validations", ", ".join(f"{value:.3f}" for _, value in scores[-3:]))
-    of_sets = sorted({name for step in run.metrics for name in step if re.fullmatch("val/.+/score", name)})
-    for name in of_sets:
-        values = [value for _, value in run.series(name)]
-        set_name = name.removeprefix("val/").removesuffix("/score")
-        facts.add_row(Text(f"validation, {set_name}"), f"{values[0]:.3f} -> {values[-1]:.3f}")
+    names = {name for step in run.metrics for name in step}
+    for name in sorted(match[1] for name in names if (match := re.fullmatch("val/(.+)/score", name))):
+        values = [value for _, value in run.series(f"val/{name}/score")]
+        facts.add_row(Text(f"validation, {name}"), f"{values[0]:.3f} -> {values[-1]:.3f}")
     facts.add_row("learning", Text(verdict(run)))
     if score := run.series("critic/score/mean"):
         facts.add_row("training score", f"{score[0][1]:.3f} -> {score[-1][1]:.3f}")
