@@ -31,6 +31,7 @@ def test_no_condition_holds_in_a_healthy_step() -> None:
         ("same_answer", {"same_answer": 0.89}, {"same_answer": signs.SAME_SHARE}),
         ("entropy_collapse", {"entropy": 0.11}, {"entropy": signs.COLLAPSED}),
         ("entropy_runaway", {"entropy": 1.99}, {"entropy": signs.RUNAWAY}),
+        ("random_weights", {"entropy": 1.89, "most_entropy": 2.0}, {"entropy": 1.9, "most_entropy": 2.0}),
         ("kl_runaway", {"kl": 0.99}, {"kl": signs.KL_NATS}),
         ("equal_rewards", {"groups": (*WRONG.groups, (1.0,) * 4)}, {"groups": WRONG.groups}),
         ("no_gradient", {"groups": (*WRONG.groups, (0.0, 0.0, 0.0, 0.1))}, {"groups": (*WRONG.groups, (1.0,) * 4)}),
@@ -55,7 +56,7 @@ def test_a_run_that_gets_better_names_nothing_whatever_its_entropy_and_format() 
     memory = Signs()
     for step in range(40):
         rewards = ((1.0,) * step + (0.0,) * (40 - step),) * 8
-        found = memory.take(StepNumbers(rewards, float(step > 0), 0.79, 0.0, 0.2 * 0.9**step, 0.1 * step, 1e-6))
+        found = memory.take(StepNumbers(rewards, float(step > 0), 0.79, 0.0, 0.2 * 0.9**step, 6.0, 0.1 * step, 1e-6))
         assert found == [] or step == 0, (step, found)
     assert memory.counts == {"no_format": 1, "equal_rewards": 1}
 

@@ -124,6 +124,7 @@ def _trl(options: argparse.Namespace, model: Path, steps: list[list[list[int]]],
         "dtype": options.dtype,
         "variant": variant.split(","),
         "samples": options.samples,
+        "micro_rows": options.trl_micro_rows,
         "new_tokens": options.new_tokens,
         "steps": steps,
     }
@@ -181,6 +182,9 @@ def _table(report: dict[str, Any]) -> str:
 def _problems(options: argparse.Namespace) -> list[str]:
     problems = engine_problems(options, ENGINES, VARIANTS)
     problems += unknown_choices(("--checkpoint", CHECKPOINTS, [options.checkpoint]))
+    rows, micro_rows = options.num_prompts * options.samples, options.trl_micro_rows
+    if micro_rows and (micro_rows < 0 or rows % micro_rows):
+        problems.append(f"--trl-micro-rows {micro_rows} is no divisor of the step's {rows} samples")
     given = {"--steps": options.steps, "--rounds": options.rounds}
     return problems + [f"{name} must be at least 1" for name, value in given.items() if value < 1]
 
@@ -194,6 +198,8 @@ def _options() -> argparse.ArgumentParser:
     parser.add_argument("--num-prompts", type=int, default=8)
     parser.add_argument("--samples", type=int, default=8, help="samples of each prompt")
     parser.add_argument("--micro-tokens", type=int, default=8192, help="packed tokens of one of our micro-batches")
+    text = "samples of one of TRL's micro-batches, where the whole step does not fit (default: all)"
+    parser.add_argument("--trl-micro-rows", type=int, help=text)
     parser.add_argument("--override", nargs="*", default=[], metavar="KEY=VALUE", help="more of our config")
     return parser
 

@@ -42,13 +42,15 @@ class LearningObserver(StepObserver):
 
     Args:
         decode: turns tokens into text.
+        num_tokens: of the vocabulary.
     """
 
-    def __init__(self, config: PPOTrainerConfig, decode: Callable[[list[int]], str]) -> None:
+    def __init__(self, config: PPOTrainerConfig, decode: Callable[[list[int]], str], num_tokens: int) -> None:
         n = config.actor_rollout_ref.rollout.n
         self._compares_all = n == 1 or config.algorithm.adv_estimator in _COMPARES_ALL
         self._patience = self._look_at = STEPS * config.data.train_batch_size * n
         self._decode, self._signs, self._seen = decode, Signs(), list[Seen]()
+        self._most_entropy = math.log(num_tokens)
         self._ended: list[Seen] | None = None  # the samples of the step, when no more can come
         self._step, self._has_printed = 0, False
 
@@ -123,6 +125,7 @@ class LearningObserver(StepObserver):
             sum(sample.is_cut for sample in seen) / len(seen),
             same if len({sample.truth for sample in seen}) > 1 else 0.0,
             metrics.get("actor/entropy", math.nan),
+            self._most_entropy,
             max((metrics[name] for name in _KLS if name in metrics), default=math.nan),
             metrics.get("training/rollout_probs_diff_mean", math.nan),
             metrics.get("schedule/staleness/max", 0.0) > 0,

@@ -112,7 +112,7 @@ class RayPPOTrainer:
         self.reward_ledger = RewardLedger(config.trainer.report_dir, config.reward_model.ledger)
         samples_per_step = data.train_batch_size * config.actor_rollout_ref.rollout.n
         self.ungraded_limit = UngradedLimit(config.reward_model.max_ungraded_ratio, samples_per_step)
-        self.learning = LearningObserver(config, tokenizer.decode)
+        self.learning = LearningObserver(config, tokenizer.decode, len(tokenizer))
 
     def init_workers(self) -> None:
         """Starts one process per device and builds the models in it."""

@@ -18,6 +18,7 @@ NO_BETTER, SOLVED = 0.02, 0.95  # of the best reward: what a step must be above 
 CUT_SHARE, SAME_SHARE = 0.8, 0.9  # of the answers; a model that has yet to learn to be brief may begin with 0.6 cut
 COLLAPSED, RUNAWAY, RUNAWAY_NATS = 0.1, 2.0, 1.0  # of the first entropy; times it, and more than it by so much
 KL_NATS = 1.0  # per token
+RANDOM_SHARE = 0.95  # of the entropy of a token drawn from all; Qwen3-0.6B with random weights: 0.98
 GAP, STALE_GAP = 0.1, 0.2  # mean difference of probabilities (an fp8 rollout: 0.04); of samples of older weights
 
 
@@ -31,6 +32,7 @@ class StepNumbers:
         cut: share of the samples that the length limit ended.
         same_answer: share of the most frequent answer; 0 where all prompts have one truth.
         entropy: nats per token.
+        most_entropy: nats of a token drawn from the whole vocabulary.
         kl: the largest KL of the step in nats per token.
         gap: mean difference of a token's probabilities in both engines.
         is_stale: some samples come from older weights.
@@ -42,6 +44,7 @@ class StepNumbers:
     cut: float = 0.0
     same_answer: float = 0.0
     entropy: float = math.nan
+    most_entropy: float = math.nan
     kl: float = math.nan
     gap: float = math.nan
     is_stale: bool = False
@@ -106,6 +109,10 @@ SIGNS = {
     "entropy_runaway": Sign(
         lambda step, first: step.entropy >= max(RUNAWAY * first.entropy, first.entropy + RUNAWAY_NATS),
         "the policy becomes random: lower actor.optim.lr or actor.entropy_coeff, start from an earlier checkpoint",
+    ),
+    "random_weights": Sign(
+        lambda step, first: step.entropy >= RANDOM_SHARE * step.most_entropy,
+        "tokens are drawn as if from the whole vocabulary: the weights are not trained, or were not read as they are",
     ),
     "kl_runaway": Sign(
         lambda step, first: step.kl >= KL_NATS,

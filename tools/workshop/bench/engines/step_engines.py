@@ -139,12 +139,14 @@ def _grpo_config(options: dict[str, Any], output_dir: str) -> Any:
     """Return TRL's settings for the same steps as ours."""
     import trl
 
+    rows = len(options["steps"][0]) * options["samples"]
+    micro_rows = options["micro_rows"] or rows
     return trl.GRPOConfig(
         output_dir=output_dir,
         use_cpu=True,
         bf16=options["dtype"] == "bfloat16",
-        per_device_train_batch_size=len(options["steps"][0]) * options["samples"],
-        gradient_accumulation_steps=1,
+        per_device_train_batch_size=micro_rows,
+        gradient_accumulation_steps=rows // micro_rows,
         num_generations=options["samples"],
         max_completion_length=options["new_tokens"],
         generation_kwargs={"min_new_tokens": options["new_tokens"]},
