@@ -154,7 +154,9 @@ def _plan_training(
         if total > unit and (total > held or num_mini > 1 or worker.kind == "npu"):
             one = run(unit * per_micro)
         shown = run(min(rows, num_shown * per_micro)) if num_shown != held else first
-        if total > held:
+        if total == num_shown:
+            step = shown.totals  # its last micro-batch may have fewer rows
+        elif total > held:
             each = (shown.totals - one.totals) * unit // (num_shown - unit)
             step = first.totals + (total - held) // unit * each
             if (one.totals + (held - unit) // unit * each != first.totals)[:-1].any():
