@@ -158,6 +158,8 @@ class RolloutTimes:
 
     def _prefill(self, rows: float) -> float:
         work, prompt = self.work, self.lengths.prompt_mean
+        if self.rollout.shares_prompts:
+            rows /= min(self.shape.samples, rows)
         per_token = 2.0 * (
             work.num_layers * work.layer.attention
             + work.num_dense * work.layer.dense_mlp

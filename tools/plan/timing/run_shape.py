@@ -98,6 +98,7 @@ class RolloutShape:
     lacks: tuple[str, ...] = ()  # of ``DECODE_FEATURES``
     most_gathered: int = 0  # tokens of an engine up to which every rank gets all of them; more go to their experts
     has_whole_shared: bool = False  # every rank reads the shared experts whole, else its part of their width
+    shares_prompts: bool = False  # samples take what another of their prompt has computed
     # Of these depends memory alone, not the time of a step.
     expert_exchange: str = "all_gather"
     max_num_batched_tokens: int = 0
@@ -246,6 +247,7 @@ class RunShape:
                 lacks=_lacking(rollout),
                 most_gathered=MOST_GATHERED_TOKENS if trainer.device == "cuda" else 0,
                 has_whole_shared=rollout.use_sequence_parallel_moe,
+                shares_prompts=rollout.enable_prefix_caching,
                 expert_exchange=rollout.expert_exchange,
                 max_num_batched_tokens=rollout.max_num_batched_tokens,
             ),
