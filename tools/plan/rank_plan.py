@@ -151,7 +151,7 @@ def _plan_training(
     first = one = run(min(rows, held * per_micro))
     step, num_launches = first.totals, first.totals[-1]
     with worker.timeline.paused():
-        if total > unit and (total > held or num_mini > 1 or worker.kind == "npu"):
+        if total > unit and (total > max(held, num_shown) or num_mini > 1 or worker.kind == "npu"):
             one = run(unit * per_micro)
         shown = run(min(rows, num_shown * per_micro)) if num_shown != held else first
         if total == num_shown:

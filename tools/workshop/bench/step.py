@@ -183,7 +183,7 @@ def _problems(options: argparse.Namespace) -> list[str]:
     problems = engine_problems(options, ENGINES, VARIANTS)
     problems += unknown_choices(("--checkpoint", CHECKPOINTS, [options.checkpoint]))
     rows, micro_rows = options.num_prompts * options.samples, options.trl_micro_rows
-    if micro_rows and (micro_rows < 0 or rows % micro_rows):
+    if micro_rows is not None and (micro_rows < 1 or rows % micro_rows):
         problems.append(f"--trl-micro-rows {micro_rows} is no divisor of the step's {rows} samples")
     given = {"--steps": options.steps, "--rounds": options.rounds}
     return problems + [f"{name} must be at least 1" for name, value in given.items() if value < 1]
