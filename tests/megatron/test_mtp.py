@@ -106,6 +106,27 @@ def test_loss_and_gradients_are_the_papers(has_labels: bool, per_token: bool) ->
         assert collect_mtp_losses(model, config, groups) == pytest.approx(means, rel=1e-5)
 
 
+def test_detached_from_the_encoder_its_losses_train_the_depths_alone() -> None:
+    """What the depths share with the model, embedding and output layer, is still trained by them."""
+    batch = packed_batch(LENGTHS, _config().vocab_size)
+    with one_process_groups() as groups:
+        found = {}
+        for name, changes in {"with": {}, "detached": {"mtp_detach_encoder": True}}.items():
+            found[name] = _training_grads(groups, batch, **changes)
+        model = make_model(_config(calculate_per_token_loss=True), groups)
+        main_T = _paper(model, batch, batch.labels_T, torch.ones(sum(LENGTHS)))[0]
+        main_T.sum().backward()
+        alone = _grads(model)
+    layers = [name for name in alone if name.startswith("decoder.layers")]
+    assert layers
+    _assert_close({name: found["detached"][name] for name in layers}, {name: alone[name] for name in layers})
+    assert any((found["with"][name] - alone[name]).abs().max() > 1e-4 * alone[name].abs().max() for name in layers)
+    depths = [name for name in found["with"] if name.startswith("mtp")]
+    assert depths and found["detached"].keys() == found["with"].keys()
+    first = [name for name in depths if ".0." in name]
+    assert all(found["detached"][name].abs().max() > 0 for name in first)
+
+
 def _training_grads(groups: ProcessGroups, batch: PackedBatch, **changes: Any) -> dict[str, torch.Tensor]:
     model = make_model(_config(calculate_per_token_loss=True, **changes), groups)
     (model(batch.ids_T, batch.positions_T, batch.params, labels_T=batch.labels_T) * _real(batch)).sum().backward()

@@ -97,7 +97,7 @@ def test_malformed_override_and_unknown_config_name_are_config_errors(tmp_path: 
 
 
 def test_recipe_yaml_builds_on_the_base_config(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text("defaults:\n  - ppo_megatron_trainer\n  - _self_\ndata:\n  seed: 7\n")
+    (tmp_path / "mine.yaml").write_text("defaults:\n  - base\n  - _self_\ndata:\n  seed: 7\n")
     config = load_config(["data.seed=9"], config_name="mine", config_dir=tmp_path)
     assert config.data.seed == 9
     assert config.trainer.default_local_dir == "checkpoints/r1_zero/grpo"

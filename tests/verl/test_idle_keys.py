@@ -11,7 +11,7 @@ from verl.trainer.config import compose_config, resolve_config, validate_config
 from verl.trainer.config.declared import declared_keys
 from verl.workers.config.keys import Idle
 
-PROFILED = ("actor_rollout_ref.actor.profiler.enable=True",)
+PROFILED = ("actor_rollout_ref.actor.profiler.enable=True", "global_profiler.steps=[1]")
 ACTOR, REF, ROLLOUT = (f"actor_rollout_ref.{role}" for role in ("actor", "ref", "rollout"))
 MODEL, ENGINE, OPTIM = "actor_rollout_ref.model", f"{ACTOR}.megatron", f"{ACTOR}.optim"
 OVERRIDE, STATE = f"{ENGINE}.override_transformer_config", f"{OPTIM}.override_optimizer_config"

@@ -69,9 +69,8 @@ def test_ranks() -> None:
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ((), "the tool is None (global_profiler.tool); expected torch or npu"),
-        (("global_profiler.tool=nsys",), "the tool is 'nsys'"),
-        (("global_profiler.tool=torch",), "global_profiler.steps names no step"),
+        (("global_profiler.steps=[1]",), "the tool is None (global_profiler.tool); expected torch or npu"),
+        (("global_profiler.tool=nsys", "global_profiler.steps=[1]"), "the tool is 'nsys'"),
         (("global_profiler.tool=npu", "global_profiler.steps=[1]", "trainer.device=cpu"), "torch profiles a cpu"),
     ],
 )
@@ -87,7 +86,7 @@ def test_keys_of_a_profiler_that_is_off_are_reported_as_without_effect() -> None
     ]
     config, taken = resolve_config(compose_config([*RUNNABLE, *given]))
     assert validate_config(config) == [] and not config.is_profiled
-    assert {item.key for item in taken if item.reason == "no profiler is enabled"} == {
+    assert {item.key for item in taken if item.reason.startswith("no profiler is enabled")} == {
         text.partition("=")[0] for text in given
     }
 

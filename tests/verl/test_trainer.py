@@ -177,6 +177,10 @@ def test_evaluation_sets_have_metrics_of_their_own_and_the_end_can_be_left_out(l
     assert [record["response"] for record in shown[:2]] == [record["response"] for record in shown[2:]]
     assert not any(key.startswith("val") for key in last)
     assert not (root / "checkpoints").exists()
+    only = tuple(f"trainer.{key}" for key in ("val_only=True", f"report_dir={root / 'only'}"))
+    run_bandit(bandit_config(root, sets, *length, *only))
+    (validated,) = _metrics(root / "only")
+    assert validated["val/score"] == first["val/score"] and not (root / "checkpoints").exists()
 
 
 def test_prompts_sampled_again_in_a_step_get_other_seeds_and_the_same_in_every_run(root: Path) -> None:

@@ -11,9 +11,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 from verl.trainer.config import ConfigError, WithoutEffect
-from verl.trainer.config.load import CONFIG_DIR, DEFAULT_CONFIG_NAME
+from verl.trainer.config.load import CONFIG_DIR
 from verl.trainer.config.override_text import in_quotes
 
+# Upstream's default of the program: a script without --config-name means it.
+PROGRAM_CONFIG_NAME = "ppo_trainer"
 _NOW = re.compile(r"\$\{now:([^}]*)\}")
 # Keys of Hydra's own section -> (accepted values, what happens instead).
 _HYDRA_KEYS: dict[str, tuple[tuple[str, ...], str]] = {
@@ -55,9 +57,12 @@ class CommandLine:
     unused: tuple[WithoutEffect, ...]
 
 
-def read_command_line(argv: Sequence[str] | None) -> CommandLine:
-    """Parse ``argv``; ConfigError names every option of Hydra that asks for what there is not."""
-    args = _parser().parse_intermixed_args(argv)
+def read_command_line(argv: Sequence[str] | None, config_name: str = PROGRAM_CONFIG_NAME) -> CommandLine:
+    """Parse ``argv``; ConfigError names every option of Hydra that asks for what there is not.
+
+    config_name: the program's own, which counts without ``--config-name``.
+    """
+    args = _parser(config_name).parse_intermixed_args(argv)
     problems = []
     if args.multirun:
         problems.append("--multirun starts several runs from one command, which is not there; start one run at a time")
@@ -117,12 +122,12 @@ def _field(option: str) -> str:
     return option.removeprefix("--").replace("-", "_")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(config_name: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m verl.trainer.main_ppo",
         description="Train: key=value with verl's key names and Hydra's grammar (+key, ++key, ~key), and its options.",
     )
-    parser.add_argument("--config-name", "-cn", default=DEFAULT_CONFIG_NAME, help="YAML file, its ending may be there")
+    parser.add_argument("--config-name", "-cn", default=config_name, help="YAML file, its ending may be there")
     parser.add_argument(
         "--config-path",
         "-cp",

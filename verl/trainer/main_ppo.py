@@ -13,7 +13,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from verl.trainer.command_line import read_command_line
+from verl.trainer.command_line import PROGRAM_CONFIG_NAME, read_command_line
 from verl.trainer.config import (
     ConfigError,
     PPOTrainerConfig,
@@ -25,7 +25,7 @@ from verl.trainer.config import (
     variables_without_effect,
     without_effect_block,
 )
-from verl.trainer.config.load import to_yaml
+from verl.trainer.config.load import other_defaults, to_yaml
 from verl.utils.disk_space import disk_full_line, is_disk_full
 from verl.utils.net_utils import accepts_connections
 from verl.utils.rank_log import FORMAT
@@ -41,13 +41,15 @@ EXIT_DISK_FULL = 4
 EXIT_INTERRUPTED = 130
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Checks everything, then trains. Returns 0 when done, 2 for bad input (nothing started), 3 when workers failed,
-    4 when a disk is full, 130 when it was asked to stop and the last step is saved.
+def main(argv: Sequence[str] | None = None, config_name: str = PROGRAM_CONFIG_NAME) -> int:
+    """Checks everything, then trains; ``config_name`` counts without ``--config-name``.
+
+    Returns 0 when done, 2 for bad input (nothing started), 3 when workers failed, 4 when a disk is full, 130 when it
+    was asked to stop and the last step is saved.
     """
     logging.basicConfig(level=logging.INFO, format=FORMAT)
     try:
-        args = read_command_line(argv)
+        args = read_command_line(argv, config_name)
         composed = compose_config(args.overrides, config_name=args.config_name, config_dir=args.config_dir)
         config, unused, problems = _resolve(composed)
         if args.shows_config:
@@ -63,7 +65,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if block := without_effect_block([*args.unused, *unused, *variables_without_effect(os.environ)]):
             logger.info(block)
         if args.check == "config":
+            if lines := other_defaults(composed):
+                logger.info("\n  ".join(["defaults of verl v0.9.0 that are others here:", *lines]))
             return 0
+        from verl.trainer.device_room import fit_to_devices
+
+        config, line = fit_to_devices(config)
+        if line:
+            logger.warning(line)
     except ValueError as error:
         print(error, file=sys.stderr)
         return EXIT_BAD_INPUT

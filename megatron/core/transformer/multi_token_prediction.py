@@ -97,7 +97,7 @@ class MultiTokenPredictionBlock(nn.Module):
         mask_T = torch.ones_like(input_ids_T, dtype=torch.float32) if loss_mask_T is None else loss_mask_T.float()
         if params.is_padding_T is not None:
             mask_T = mask_T.masked_fill(params.is_padding_T.to(mask_T.device), 0.0)
-        losses, totals, before_TH = [], [], hidden_TH
+        losses, totals, before_TH = [], [], hidden_TH.detach() if self.config.mtp_detach_encoder else hidden_TH
         for depth, layer in enumerate(self.layers, start=1):
             ids_T, is_real_T = tokens.ahead(input_ids_T, depth)
             at_depth = replace(params, is_padding_T=~is_real_T, routing=None)  # rollouts have no such layers to replay

@@ -65,9 +65,10 @@ class PPOTrainerConfig(Section):
 
     @property
     def is_profiled(self) -> bool:
-        """True when some role's profiler is enabled."""
+        """True when some role's profiler is enabled for some step."""
         models = self.actor_rollout_ref
-        return models.actor.profiler.enable or (self.has_rollout_ranks and models.rollout.profiler.enable)
+        is_enabled = models.actor.profiler.enable or (self.has_rollout_ranks and models.rollout.profiler.enable)
+        return is_enabled and bool(self.global_profiler.steps)
 
     @property
     def use_reference_policy(self) -> bool:

@@ -24,6 +24,20 @@ _SHARED_PROFILER = "the reference runs in the actor's processes: actor.profiler 
 _ONE_LOSS = "bypass_mode trains with actor.policy_loss.loss_mode"
 _LOAD_FORMATS = ("dummy", "auto", "safetensors", "dummy_megatron", "auto_megatron")
 _TOKENISED = "prompts are tokenised together, once"
+_ONE_ENGINE = "one engine trains: weights and gradients are whole on each data-parallel rank, the optimizer is sharded"
+# Upstream's engines that shard weights over all data-parallel ranks; ``dp`` is the group of FSDP's config.
+SHARDING_ENGINES = ("dp", "fsdp", "fsdp2", "torchtitan", "veomni", "automodel")
+_ENGINES = ("megatron", "mindspeed", "mindspeed_megatron", "mlite", *SHARDING_ENGINES)
+_SHARDING = "weights are not sharded over data-parallel ranks; where one is too small, tensor parallelism splits them"
+_NO_COPY = "weights are computed in megatron.dtype, with float32 masters in the optimizer, whatever this is"
+_BLOCKS = "logits and their entropy are always computed in blocks"
+_PACKED = "training always works on packed tokens"
+_NO_LORA, _NO_QAT = "all weights are trained: there is no LoRA", "there is no quantization-aware training"
+_NO_TURNS = "an answer is a single turn"
+_NO_TEACHER = "there is no distillation"
+_NO_SPARSE = "there is no sparse attention (DSA)"
+_ADAMW, _PLANNED = "the optimizer is AdamW", "the order of steps is trainer.schedule's"
+_SPECULATION = "generation proposes no tokens: it samples each"
 
 # section, its keys or shell patterns, accepted values, what happens instead; the first pattern that matches counts
 _TABLE: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
@@ -32,22 +46,74 @@ _TABLE: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     ("data", "return_raw_input_ids", _FLAG, "rows always carry their prompt's token ids"),
     ("data", "trust_remote_code", _FLAG, _NO_CODE),
     ("data", "filter_overlong_prompts_workers dataloader_num_workers", _ANY, _TOKENISED),
-    ("data", "image_key video_key", _ANY, "prompts are texts"),
+    ("data", "image_key video_key audio_key image_patch_size mm_processor_kwargs.*", _ANY, "prompts are texts"),
+    ("data", "return_multi_modal_inputs", _FLAG, "prompts are texts"),
+    ("data", "validation_shuffle", (False,), "validation rows keep the order of their file"),
+    ("data.continuous_token", "enable", (False,), _NO_TURNS),
+    ("data.continuous_token", "*", _ANY, _NO_TURNS),
     (_MODEL, "trust_remote_code", _FLAG, _NO_CODE),
-    (_MODEL, "use_remove_padding", _FLAG, "training always works on packed tokens"),
+    (_MODEL, "use_remove_padding", _FLAG, _PACKED),
+    (_MODEL, "enable_activation_offload", _FLAG, "activations stay on the device, or are computed again"),
+    (_MODEL, "use_liger fused_kernel_options.* tiled_mlp.*", _ANY, _OPS),
+    (_MODEL, "lora_rank lora.rank", (0,), _NO_LORA),
+    (_MODEL, "lora_alpha lora.* target_modules exclude_modules", _ANY, _NO_LORA),
+    (_MODEL, "lora_adapter_path tokenizer_path hf_config_path", (None,), "the folder model.path has all of the model"),
+    (_MODEL, "mtp.enable_rollout mtp.speculative* mtp.num_speculative_tokens mtp.method", _ANY, _SPECULATION),
     (_MODEL, "use_fused_kernels", _FLAG, _OPS),
     (_MODEL, "use_shm", _FLAG, "weights are read from where they are"),
     (f"{_MODEL}.override_config", "attention_dropout embd_pdrop resid_pdrop", (0.0,), _NO_DROPOUT),
-    (_ROLES, "strategy", ("megatron",), "the only training engine"),
+    (_ROLES, "strategy model_engine", _ENGINES, _ONE_ENGINE),
+    (_ROLES, "entropy_checkpointing entropy_from_logits_*", _ANY, _BLOCKS),
+    (_ROLES, "use_remove_padding pad_*", _ANY, _PACKED),
+    (_ROLES, "rollout_n", _ANY, "actor_rollout_ref.rollout.n decides"),
+    (_ROLES, "freeze_vision_tower", _FLAG, "prompts are texts"),
+    (_ROLES, "qat.enable", (False,), _NO_QAT),
+    (_ROLES, "qat.*", _ANY, _NO_QAT),
+    (_ROLES, "full_determinism forward_only", _ANY, "the same seed, layout and device give the same bits"),
+    (f"{_ROLES}.fsdp_config", "fsdp_size reshard_after_forward forward_prefetch use_orig_params", _ANY, _SHARDING),
+    (f"{_ROLES}.fsdp_config", "wrap_policy.*", _ANY, _SHARDING),
+    (f"{_ROLES}.fsdp_config", "model_dtype mixed_precision.buffer_dtype", ("fp32", "bf16", "bfloat16"), _NO_COPY),
+    (f"{_ROLES}.torchtitan", "data_parallel_shard_size data_parallel_replicate_size spmd_backend", _ANY, _SHARDING),
+    (_ROLES, "attn_type attention_backend_override impl_cfg.use_thd", _ANY, _OPS),
+    (f"{_ROLES}.engine.impl_cfg", "optimizer", ("fsdp2", "dist_opt"), _SHARDING),
+    ("actor_rollout_ref.actor", "calculate_entropy", _FLAG, "entropy is always measured"),
+    (
+        "actor_rollout_ref.actor",
+        "calculate_sum_pi_squared",
+        (False,),
+        "the estimator optimal_token_baseline, which needs it, is not there",
+    ),
+    (
+        "actor_rollout_ref.actor",
+        "loss_scale_factor",
+        (None,),
+        "data.max_response_length scales seq-mean-token-sum-norm",
+    ),
+    ("actor_rollout_ref.actor.checkpoint", "strict mbridge_config.*", _ANY, "a checkpoint is always read whole"),
+    (f"{_ROLES}.router_replay", "record_file replay_file", (None,), "routing travels with the batch"),
+    ("actor_rollout_ref.actor.optim", "optimizer optimizer_impl", ("AdamW", "adam", "torch.optim"), _ADAMW),
+    ("actor_rollout_ref.actor.optim", "muon_* zero_indexed_step num_cycles weight_decay_incr_style", _ANY, _ADAMW),
+    ("actor_rollout_ref.actor.optim", "total_training_steps", _ANY, "trainer.total_training_steps decides"),
     (_ROLES, "use_torch_compile", _FLAG, "training uses no torch.compile"),
     ("actor_rollout_ref.actor", "ppo_micro_batch_size", (None,), "use ppo_micro_batch_size_per_gpu"),
     ("actor_rollout_ref.actor", "use_fused_kernels", _FLAG, _OPS),
     ("actor_rollout_ref.ref", "profiler.*", _ANY, _SHARED_PROFILER),
-    (f"{_ROLES}.profiler.tool_config", "nsys.* torch_memory.*", _ANY, _NO_TOOL),
-    (f"{_ROLES}.profiler.tool_config", "torch.*", (0, -1, None), "whole steps are recorded"),
-    (f"{_ROLES}.profiler.tool_config", "npu.discrete", (False,), "a recording is one trace of all phases"),
+    (f"{_ROLES}.profiler.tool_config", "nsys.* torch_memory.* precision_debugger.*", _ANY, _NO_TOOL),
+    (f"{_ROLES}.profiler.tool_config", "torch.*", _ANY, "whole steps are recorded, CPU and device, in one trace"),
+    (f"{_ROLES}.profiler.tool_config", "npu.discrete npu.profile_token_*", _ANY, "a trace has all phases of a step"),
     ("global_profiler", "global_tool_config.*", _ANY, _NO_TOOL),
-    (_ENGINE, "use_mbridge", _FLAG, "weights are read from Hugging Face files by one plan"),
+    (_ENGINE, "use_mbridge vanilla_mbridge", _FLAG, "weights are read from Hugging Face files by one plan"),
+    (_ENGINE, "use_megatron_fsdp", _FLAG, _SHARDING),
+    (_ENGINE, "dist_checkpointing_prefix dist*_fully_reshardable*", _ANY, "a checkpoint is read into any layout"),
+    (_ENGINE, "dynamic_context_parallel", (False,), "context parallelism splits every sequence alike"),
+    (_ENGINE, "max_seqlen_per_dp_cp_rank", _ANY, "context parallelism splits every sequence alike"),
+    (_OVERRIDE, "micro_batch_size", _ANY, "ppo_micro_batch_size_per_gpu or tokens make micro-batches"),
+    (_OVERRIDE, "spec swiglu normalization moe_router_enable_expert_bias", _ANY, "config.json of the model decides"),
+    (_OVERRIDE, "use_distributed_optimizer", (True,), "the optimizer state is always sharded"),
+    (_OVERRIDE, "use_naive_l2norm", _FLAG, _OPS),
+    (_OVERRIDE, "use_fused_mhc", (False,), "there are no hyper-connections"),
+    (_OVERRIDE, "apply_dsa_kernel_fusion dsa_indexer_use_sparse_loss", (False,), _NO_SPARSE),
+    (_OVERRIDE, "dsa_*", (None,), _NO_SPARSE),
     (_ENGINE, "use_distributed_optimizer", (True,), "the optimizer state is always sharded"),
     (_OVERRIDE, "moe_grouped_gemm", (True,), "experts are always grouped"),
     (_OVERRIDE, "moe_permutation_async_comm", (True,), "counts are always exchanged while tokens are sorted"),
@@ -65,22 +131,68 @@ _TABLE: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     (_OVERRIDE, "seq_length", _ANY, "every micro-batch brings its own length"),
     (_STATE, "main_params_dtype", ("fp32",), "master weights are float32"),
     (_ROLLOUT, "do_sample", (True,), "training always samples"),
-    (_ROLLOUT, "free_cache_engine", (True,), "weights and cache are freed before training"),
+    (_ROLLOUT, "free_cache_engine", _FLAG, "weights and cache are always freed before training"),
+    (_ROLLOUT, "checkpoint_engine.*", _ANY, "weights go from the ranks that train them, by the trainer's own groups"),
+    (_ROLLOUT, "agent.default_agent_loop", ("single_turn_agent",), _NO_TURNS),
+    (_ROLLOUT, "agent.agent_loop_config_path agent.custom_async_server.*", (None,), _NO_TURNS),
+    (_ROLLOUT, "agent.num_workers", _ANY, "an engine takes all requests; no agent loop runs them"),
+    (_ROLLOUT, "multi_turn.enable", (False,), _NO_TURNS),
+    (_ROLLOUT, "multi_turn.*", _ANY, _NO_TURNS),
+    (_ROLLOUT, "engine_kwargs.sglang.* engine_kwargs.trtllm.*", _ANY, "this repository's engine takes its place"),
+    (f"{_ROLLOUT}.engine_kwargs.vllm", "kv_cache_dtype", ("auto", "bfloat16"), "the cache has the weights' dtype"),
+    (
+        f"{_ROLLOUT}.engine_kwargs.vllm",
+        "compilation_config.cudagraph_mode",
+        ("FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "FULL", "PIECEWISE"),
+        "decode steps are captured whole, unless rollout.enforce_eager is True",
+    ),
+    (f"{_ROLLOUT}.engine_kwargs.vllm", "mm_* limit_mm_per_prompt", _ANY, "prompts are texts"),
+    (f"{_ROLLOUT}.engine_kwargs.vllm", "async_scheduling additional_config.*", _ANY, "the engine has one schedule"),
+    (_ROLLOUT, "moe_tensor_parallel_size", _ANY, "experts are whole on a rank, or split over a replica's"),
+    (_ROLLOUT, "layered_summon skip_tokenizer_init multi_stage_wake_up", _FLAG, "weights and tokens travel one way"),
+    (_ROLLOUT, "scheduling_policy logprobs_mode", ("fcfs", "processed_logprobs"), "the engine has one schedule"),
+    (_ROLLOUT, "over_sample_rate", (0,), "algorithm.filter_groups.stop_early samples more than it trains on"),
+    (_ROLLOUT, "disaggregation.enabled prometheus.enable", (False,), "prompts and answers share the engine's ranks"),
+    (_ROLLOUT, "disaggregation.* prometheus.* trace.*", _ANY, "metrics go to trainer.logger"),
     (_ROLLOUT, "load_format", _LOAD_FORMATS, "weights always come from the trainer"),
     (_ROLLOUT, "log_prob_micro_batch_size", (None,), "use log_prob_micro_batch_size_per_gpu"),
     (_ROLLOUT, "disable_log_stats", _FLAG, "the trainer's metrics carry them"),
     (_ROLLOUT, "pipeline_model_parallel_size", (1,), "generation has no pipeline stages"),
     ("algorithm", "lam", (1.0,), "no estimator uses it"),
     ("algorithm.rollout_correction", "use_policy_gradient", (False,), _ONE_LOSS),
+    ("algorithm", "use_pf_ppo", (False,), "PF-PPO is not there"),
+    ("algorithm", "pf_ppo.*", _ANY, "PF-PPO is not there"),
+    ("algorithm", "filter_groups.max_inflight_gen_batches", _ANY, "generations of a step follow one another"),
+    ("async_training", "use_trainer_do_validate", _FLAG, "the ranks that generate validate too"),
+    ("distillation", "enabled", (False,), _NO_TEACHER),
+    ("distillation", "*", _ANY, _NO_TEACHER),
+    ("reward.reward_model", "enable", (False,), _NO_REWARD_NETWORK),
+    ("reward.reward_model", "*", _ANY, _NO_REWARD_NETWORK),
+    ("*sandbox_fusion", "url", (None,), "programs run in this machine's sandbox"),
+    ("*sandbox_fusion", "*", _ANY, "programs run in this machine's sandbox"),
+    ("skip.*", "enable", (False,), "trainer.save_rollouts writes batches, and trainer.train_only trains on them"),
+    ("skip", "*", _ANY, "trainer.save_rollouts writes batches, and trainer.train_only trains on them"),
+    ("transfer_queue", "*", _ANY, "rows always go from worker to worker"),
+    ("ray_kwargs", "ray_init.runtime_env.env_vars.TRANSFER_QUEUE_ENABLE", _ANY, "rows always go from worker to worker"),
+    ("ray_kwargs", "timeline_json_file", (None,), "trainer.timeline_freq writes timelines"),
     ("critic", "enable", (False, None), _NO_CRITIC),
     ("critic", "*", _ANY, _NO_CRITIC),
     ("reward_model", "enable", (False,), _NO_REWARD_NETWORK),
     ("reward_model", "strategy megatron.* model.* profiler.* micro_batch_size*", _ANY, _NO_REWARD_NETWORK),
+    ("reward_model", "rollout.* enable_resource_pool n_gpus_per_node nnodes", _ANY, _NO_REWARD_NETWORK),
     ("reward_model", "launch_reward_fn_async", _FLAG, "scoring always runs while log-probs are computed"),
     ("trainer", "critic_warmup", (0,), _NO_CRITIC),
+    ("trainer", "max_critic_ckpt_to_keep", _ANY, _NO_CRITIC),
+    ("trainer", "v1.trainer_mode", ("sync",), _PLANNED),
+    ("trainer", "use_v1 v1.* use_legacy_worker_impl", _ANY, _PLANNED),
+    ("trainer", "default_hdfs_dir", (None,), "checkpoints go to trainer.default_local_dir"),
+    ("", "model_engine", _ENGINES, _ONE_ENGINE),
+    ("*", "_target_", _ANY, "the schema has the classes"),
 )
 # dotted key or pattern -> (accepted values, what happens instead)
-FIXED_KEYS = {f"{section}.{key}": (values, why) for section, keys, values, why in _TABLE for key in keys.split()}
+FIXED_KEYS = {
+    f"{section}.{key}".lstrip("."): (values, why) for section, keys, values, why in _TABLE for key in keys.split()
+}
 # Environment variables of the published recipes' scripts, as shell patterns -> what happens instead.
 FIXED_VARIABLES: dict[str, str] = {
     "VLLM_DP_SIZE": "actor_rollout_ref.rollout.data_parallel_size decides; absent means all replicas",
@@ -115,10 +227,25 @@ class Given:
     values: dict[str, Any]  #: by dotted key; what is taken out is reported in one of the other two.
     taken: list[WithoutEffect] = field(default_factory=list)  #: what has no effect.
     problems: list[str] = field(default_factory=list)  #: a sentence for each value that asks for what does not happen.
+    renamed: dict[str, str] = field(default_factory=dict)  #: keys that have another name now -> as they were given.
+    defaults: Mapping[str, Any] = field(default_factory=dict)  #: upstream's, which nobody gave.
 
     def take(self, key: str, reason: str) -> None:
         """Take out a key that has no effect."""
-        self.taken.append(WithoutEffect(key, self.values.pop(key), reason))
+        self.taken.append(WithoutEffect(self.renamed.get(key, key), self.values.pop(key), reason))
+
+    def rename(self, old: str, new: str) -> None:
+        """Give a key its name here; two names with different values are a problem, and an empty one gives nothing."""
+        value = self.values.pop(old)
+        if value is None:
+            return
+        if self.values.get(new) not in (None, value, self.defaults.get(new)):
+            self.problems.append(
+                f"{old} is {value!r} and {new} is {self.values[new]!r}, which mean the same; give one of them"
+            )
+            return
+        self.values[new] = value
+        self.renamed[new] = old
 
 
 def take_fixed_keys(given: Given) -> None:

@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl.trainer.config.config import PPOTrainerConfig
 from verl.trainer.config.declared import declared_keys, idle_keys, other_names
+from verl.trainer.config.engine_keys import rename_sections
 from verl.trainer.config.fixed_keys import FIXED_KEYS, GIVEN_EMPTY, Given, WithoutEffect, take_fixed_keys
 from verl.trainer.config.model_keys import config_json, take_model_keys
 from verl.trainer.config.override_text import in_quotes, literal, override, quoted
@@ -30,14 +31,16 @@ from verl.trainer.config.upstream_keys import ASYNC_KEYS, list_of_names, transla
 from verl.workers.config.keys import flat
 
 CONFIG_DIR = Path(__file__).resolve().parent
-DEFAULT_CONFIG_NAME = "ppo_megatron_trainer"
+DEFAULT_CONFIG_NAME = "base"  # of this repository; without --config-name the program takes upstream's
 _EXPERT_PARALLEL = "actor_rollout_ref.rollout.enable_expert_parallel"
 _PROFILER = "actor_rollout_ref.actor.profiler."
 _EXTERNAL_LIB, _MODEL_PATH = "actor_rollout_ref.model.external_lib", "actor_rollout_ref.model.path"
 _ACTOR, _REF = "actor_rollout_ref.actor.megatron.", "actor_rollout_ref.ref.megatron."
 _ROUTER_REPLAY = "actor_rollout_ref.actor.router_replay.mode"
+_UPSTREAM, _UPSTREAM_CONFIG = "upstream_defaults", "ppo_megatron_trainer"
 _SEARCH_PATH = "hydra.searchpath="
 _KEY = re.compile(r"[\w+./@-]+")
+_GROUP = re.compile(r"\+*\w+@([\w.]+)=(\w+)_(?:actor|ref|critic)")  # upstream's config group of an engine
 _NEAR = 0.6  # likeness of keys, 1 for equal ones, from which one may be a slip for the other
 _TELLING = 5  # letters of a last part that names a key whatever stands before it
 
@@ -108,6 +111,8 @@ def resolve_config(composed: DictConfig) -> tuple[PPOTrainerConfig, list[Without
         raise ConfigError([str(error).strip().replace("\n", " ")]) from error
     # An empty section sets nothing.
     given = Given({k: v for k, v in flat(raw, whole=whole) if v != {} or (k in keys and keys[k].is_free)}, taken)
+    given.defaults = _upstream_defaults() if given.values.pop(_UPSTREAM, None) else {}
+    rename_sections(given)
     take_model_keys(given, str(given.values.get(_MODEL_PATH) or keys[_MODEL_PATH].default))
     translate_upstream_keys(given, other_names())
     take_fixed_keys(given)
@@ -135,9 +140,36 @@ def resolve_config(composed: DictConfig) -> tuple[PPOTrainerConfig, list[Without
     unresolved: Any = OmegaConf.to_container(composed, resolve=False)
     written = dict(flat(unresolved, whole=whole))
     # Keys that only follow others, as the base YAML file says, are not given.
-    themselves = {key: value for key, value in leaves.items() if not str(written.get(key)).startswith("${")}
+    themselves = {
+        key: value
+        for key, value in leaves.items()
+        if not str(written.get(key)).startswith("${") and (key not in given.defaults or given.defaults[key] != value)
+    }
     reported = {item.key for item in taken}
-    return config, taken + [item for item in idle_keys(config, themselves) if item.key not in reported]
+    for idle in idle_keys(config, themselves):
+        name = given.renamed.get(idle.key, idle.key)
+        if name not in reported:
+            taken.append(dataclasses.replace(idle, key=name))
+    return config, taken
+
+
+@cache
+def _upstream_defaults() -> dict[str, Any]:
+    """The values of upstream's config that differ from this repository's."""
+    raw = yaml.safe_load((CONFIG_DIR / f"{_UPSTREAM_CONFIG}.yaml").read_text(encoding="utf-8"))
+    return {key: value for key, value in flat(raw) if key not in ("defaults", _UPSTREAM)}
+
+
+def other_defaults(composed: DictConfig) -> list[str]:
+    """Upstream's defaults that ``composed`` has where this repository's configs have others, one line each."""
+    if OmegaConf.select(composed, _UPSTREAM) is None:
+        return []
+    keys = declared_keys()
+    return [
+        f"{key}={value} (here {keys[key].default})"
+        for key, value in _upstream_defaults().items()
+        if OmegaConf.select(composed, key) == value
+    ]
 
 
 def _with_followers(config: Any, leaves: dict[str, Any], taken: list[WithoutEffect]) -> PPOTrainerConfig:
@@ -210,7 +242,8 @@ def _leaves(given: Given) -> dict[str, Any]:
         else:
             found[name] = list_of_names(value) if item.type == "list[str]" else value
     for name in [name for name in found if name.startswith(_REF) and keys[name].key.not_of_reference]:
-        given.taken.append(WithoutEffect(name, found.pop(name), keys[name].key.not_of_reference))
+        given.values[name] = found.pop(name)
+        given.take(name, keys[name].key.not_of_reference)
     return found
 
 
@@ -224,7 +257,7 @@ def _forced(overrides: Sequence[str]) -> list[str]:
     forced, problems = [], []
     for given in overrides:
         try:
-            text = _with_home(given)
+            text = _with_home(_GROUP.sub(r"\1.model_engine=\2", given))
             parsed = OverridesParser.create().parse_override(text)
         except (HydraException, RuntimeError) as error:  # RuntimeError: this user has no home
             why = str(error).strip().splitlines()[0]

@@ -26,6 +26,8 @@ _QK_NORM = "norms of queries and keys"
 # Names of Megatron's TransformerConfig -> config.json's.
 _FIELDS = {
     "multi_head_latent_attention": "latent attention",
+    "multi_latent_attention": "latent attention",
+    "num_query_groups": "num_key_value_heads",
     "qk_layernorm": _QK_NORM,
     "position_embedding_type": "kind of positions",
     "use_rope_scaling": "rope_scaling",

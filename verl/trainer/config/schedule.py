@@ -16,8 +16,15 @@ class RolloutRanksConfig(Section):
     """Devices that only generate, beside those of ``trainer`` that train (as in verl's one_step_off_policy recipe)."""
 
     #: hosts of rollout ranks; 0 means that generation shares the devices of training.
-    nnodes: int = key(0, Values("give a number of hosts, or 0 for none", lambda value: value >= 0))
-    n_gpus_per_node: int = key(8, at_least(1), beside("nnodes", 0))  #: rollout ranks on each of these hosts.
+    nnodes: int = key(
+        0,
+        Values("give a number of hosts, or 0 for none", lambda value: value >= 0),
+        names={"0.9.0": "../actor_rollout_ref.rollout.nnodes"},
+    )
+    #: rollout ranks on each of these hosts.
+    n_gpus_per_node: int = key(
+        8, at_least(1), beside("nnodes", 0), names={"0.9.0": "../actor_rollout_ref.rollout.n_gpus_per_node"}
+    )
 
     @property
     def world_size(self) -> int:

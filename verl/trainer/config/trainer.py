@@ -47,6 +47,7 @@ class TrainerConfig(Section):
     save_last: bool = True  #: save the last step whatever ``save_freq`` is.
     test_last: bool = True  #: validate after the last step whatever ``test_freq`` is.
     val_before_train: bool = True  #: validate before the first step, as step 0.
+    val_only: bool = False  #: validate the weights that a run would start or continue from, and end.
     #: ``auto`` continues from the newest complete checkpoint, ``resume_path`` from ``resume_from_path``, ``disable``
     #: never.
     resume_mode: str = key("auto", one_of("auto", "disable", "resume_path"))
@@ -117,6 +118,8 @@ class TrainerConfig(Section):
             yield f"{' and '.join(asked)} are set: with {where}.train_only nothing is generated; leave one out"
         if asked and self.schedule != "sync":
             yield f"{asked[0]} is set: that is there with {where}.schedule=sync, not with {self.schedule}"
+        if self.val_only and not self.tests_first:
+            yield f"{where}.val_only is True, but nothing is validated: set {where}.val_before_train=True"
         if self.resume_mode == "resume_path" and not self.resume_from_path:
             yield f"{where}.resume_mode is resume_path but {where}.resume_from_path is empty"
         every, name = self.keep_every_steps, f"{where}.keep_every_steps"

@@ -8,15 +8,18 @@ from typing import Any
 
 import yaml
 
+from verl.trainer.config.engine_keys import translate_engine_keys
 from verl.trainer.config.fixed_keys import Given, WithoutEffect
 
 _ACTOR, _REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
 _OVERRIDES = "megatron.override_transformer_config"
 _NO_SERVER = "engines take requests as they have room in every schedule, and no server stands between"
-_FLEX = ("flex", "alltoall", "DeepEP needs trainer.device=cuda; the same tokens travel by all-to-all")
-# key -> (value of upstream's, what it means here, what is different)
+_FLEX = (("flex",), "alltoall", "DeepEP needs trainer.device=cuda; the same tokens travel by all-to-all")
+_OUR_ENGINE = "this repository's engine takes its place"
+# key -> (values of upstream's, what they mean here, what is different)
 REPLACED_VALUES = {
-    "actor_rollout_ref.rollout.mode": ("async", "sync", _NO_SERVER),
+    "actor_rollout_ref.rollout.mode": (("async",), "sync", _NO_SERVER),
+    "actor_rollout_ref.rollout.name": (("sglang", "trtllm"), "vllm", _OUR_ENGINE),
 }
 # The same, but with trainer.device=cuda, which has what the value names.
 REPLACED_WITHOUT_CUDA = {f"{role}.{_OVERRIDES}.moe_token_dispatcher_type": _FLEX for role in (_ACTOR, _REF)}
@@ -34,17 +37,12 @@ ASYNC_KEYS = (
 def translate_upstream_keys(given: Given, names: Mapping[str, str]) -> None:
     """Replace upstream's keys and values; ``names``: upstream's names of keys -> the key."""
     values = given.values
-    for old, key in names.items():
-        value = values.pop(old, None)
-        if value is not None and values.get(key) not in (None, value):
-            given.problems.append(
-                f"{old} is {value!r} and {key} is {values[key]!r}, which mean the same; give one of them"
-            )
-        elif value is not None:
-            values[key] = value
+    for old in [name for name in names if name in values]:
+        given.rename(old, names[old])
+    translate_engine_keys(given)
     is_cuda = values.get("trainer.device") == "cuda"
-    for key, (value, meaning, reason) in (REPLACED_VALUES | ({} if is_cuda else REPLACED_WITHOUT_CUDA)).items():
-        if values.get(key) == value:
+    for key, (replaced, meaning, reason) in (REPLACED_VALUES | ({} if is_cuda else REPLACED_WITHOUT_CUDA)).items():
+        if (value := values.get(key)) in replaced:
             values[key] = meaning
             given.taken.append(WithoutEffect(key, value, reason))
     if values.get(f"{_REF}.megatron.load_weight") and values.get(f"{_ACTOR}.load_weight") is False:

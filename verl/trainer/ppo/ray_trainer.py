@@ -222,7 +222,7 @@ class RayPPOTrainer:
         trainer = self.config.trainer
         self.global_step = self.checkpoints.load()
         first_logged_step = self.global_step + 1 if self.global_step else 0
-        if self.global_step >= self.total_training_steps:
+        if self.global_step >= self.total_training_steps and not trainer.val_only:
             logger.warning(
                 "nothing is left to train: %d of %d steps are done; give more steps (STEPS) or another OUTPUT_DIR",
                 self.global_step,
@@ -238,8 +238,11 @@ class RayPPOTrainer:
         )
         for observer in self.observers:
             observer.cut_back(first_logged_step)
-        if self.global_step == 0 and trainer.tests_first:
-            self._log(self.validator.run(0, self.timeline.phase_seconds()))
+        if trainer.val_only or (self.global_step == 0 and trainer.tests_first):
+            self._log(self.validator.run(self.global_step, self.timeline.phase_seconds()))
+        if trainer.val_only:
+            self.tracking.finish()
+            return
         self.stop_request.has_steps = True
         while self.global_step < self.total_training_steps:
             self._stop_if_asked(self.global_step)

@@ -100,7 +100,7 @@ class RouterReplayConfig(Section):
     #: ``disabled`` routes anew, ``R2`` replays the experts of the old log-prob pass, ``R3`` those of the rollout, which
     #: the old log-prob pass then uses too. ``auto`` means R3 if the rollout reports its experts, else R2 if that pass
     #: runs anyway, else disabled; it is resolved when the config is loaded.
-    mode: str = key("auto", one_of("auto", "disabled", "R2", "R3"))
+    mode: str = key("auto", one_of("auto", "disabled", "R2", "R3"), names={"0.9.0": "../megatron.router_replay.mode"})
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class ActorConfig(Section):
     #: and nothing else. Context parallelism, multi-token prediction, ``seq_aux_loss`` and replayed routing need whole
     #: sequences: with one of them ``auto`` shares nothing, and ``True`` is refused. ``auto`` shares nothing on an NPU,
     #: where attention would copy prompts.
-    share_prompts: str = key("auto", _SWITCH)
+    share_prompts: str = key("auto", _SWITCH, names={"0.9.0": "use_prefix_grouper"})
     load_weight: bool = True  #: load the weights; False initialises actor and reference at random.
     optim: McoreOptimizerConfig = key(McoreOptimizerConfig)
     megatron: McoreEngineConfig = key(McoreEngineConfig)

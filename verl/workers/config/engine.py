@@ -14,6 +14,15 @@ from verl.workers.config.model import GradientCheckpointingConfig
 END_STAGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 COUNTED_ENDS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 _SWAP_NAMES = {"0.6.1": "override_transformer_config.swap_optimizer"}
+
+
+def _names(overrides: str = "", torchtitan: str = "", mlite: str = "", fsdp: str = "") -> dict[str, str]:
+    """A key's names in upstream's other sections: in ``override_transformer_config``, and those of other engines."""
+    sections = ("override_transformer_config", "../torchtitan", "../engine", "../fsdp_config")
+    names = zip(sections, (overrides, torchtitan, mlite, fsdp), strict=True)
+    return {f"0.9.0, {section}": f"{section}.{name}" for section, name in names if name}
+
+
 _NOT_TRAINED, _OF_ACTOR = "the reference is not trained", "the actor's value counts for both"
 _RANDOM = Idle(
     "the weights are initialised at random",
@@ -29,26 +38,42 @@ class McoreEngineConfig(Section):
     ``mla_down_proj_column_parallel``.
     """
 
-    tensor_model_parallel_size: int = 1  #: ranks that split every layer (TP).
-    pipeline_model_parallel_size: int = 1  #: stages that split the layers (PP).
+    #: ranks that split every layer (TP).
+    tensor_model_parallel_size: int = key(1, names=_names("tensor_model_parallel_size", "tensor_parallel_size", "tp"))
+    #: stages that split the layers (PP).
+    pipeline_model_parallel_size: int = key(1, names=_names("", "pipeline_parallel_size", "pp"))
     #: chunks of layers on each stage (VPP), which run interleaved; absent means 1.
-    virtual_pipeline_model_parallel_size: int | None = None
+    virtual_pipeline_model_parallel_size: int | None = key(None, names=_names("", "", "vpp"))
     num_layer_list: Any = None  #: layers of every stage, as a list or as text "7,7,8"; absent means an even split.
-    context_parallel_size: int = 1  #: ranks that split every sequence (CP).
-    expert_model_parallel_size: int = 1  #: groups of experts (EP), across the data-parallel ranks.
+    #: ranks that split every sequence (CP).
+    context_parallel_size: int = key(
+        1,
+        names=_names("context_parallel_size", "context_parallel_size", "cp", "ulysses_sequence_parallel_size")
+        | {"0.9.0": "../ulysses_sequence_parallel_size"},
+    )
+    #: groups of experts (EP), across the data-parallel ranks.
+    expert_model_parallel_size: int = key(1, names=_names("", "expert_parallel_size", "ep"))
     #: ranks that split every expert (ETP); absent means 1, not TP as in Megatron alone.
-    expert_tensor_parallel_size: int | None = None
+    expert_tensor_parallel_size: int | None = key(None, names=_names("", "expert_tensor_parallel_size", "etp"))
     #: make the tensor-parallel ranks expert groups too, so that there are EP x TP of them.
     moe_tp_extend_ep: bool = False
     #: split activations between layers over the tensor-parallel ranks; required with TP.
-    sequence_parallel: bool = key(True, not_of_reference=_OF_ACTOR)
+    sequence_parallel: bool = key(True, names=_names("sequence_parallel"), not_of_reference=_OF_ACTOR)
     #: move weights to host memory while something else needs the device.
-    param_offload: bool = key(False, not_of_reference="the reference is in host memory but for its own pass")
-    grad_offload: bool = key(False, not_of_reference=_NOT_TRAINED)  #: move gradients to host memory after the update.
+    param_offload: bool = key(
+        False,
+        names=_names("", "param_offload", "param_offload"),
+        not_of_reference="the reference is in host memory but for its own pass",
+    )
+    #: move gradients to host memory after the update.
+    grad_offload: bool = key(False, names=_names("", "", "grad_offload"), not_of_reference=_NOT_TRAINED)
     #: move the optimizer state to host memory after the update.
-    optimizer_offload: bool = key(False, not_of_reference=_NOT_TRAINED)
+    optimizer_offload: bool = key(False, names=_names("", *["optimizer_offload"] * 3), not_of_reference=_NOT_TRAINED)
     #: keep the optimizer state in host memory and bring it to the device in pieces (MindSpeed).
     swap_optimizer: bool = key(False, names=_SWAP_NAMES, not_of_reference=_NOT_TRAINED)
+    #: split layers further than is given, over tensor-parallel ranks and then stages, where weights and gradients do
+    #: not fit a device. Scripts whose engine shards weights over all ranks (FSDP) set it.
+    fit_layout: bool = key(False, not_of_reference=_OF_ACTOR)
     #: start from sharded weights at ``dist_checkpointing_path`` instead of ``model.path``.
     use_dist_checkpointing: bool = key(False, _RANDOM)
     #: mp_rank files, a distributed checkpoint, or ``global_step_N/actor`` of another run, in any layout.
@@ -57,7 +82,7 @@ class McoreEngineConfig(Section):
     load_weight: bool = key(True, names={"0.6.1": "../load_weight"})
     #: give every expert the same number of tokens, whatever the router chooses; for throughput measurements only.
     fix_router: bool = False
-    seed: int = 42  #: seed of weights that are initialised at random.
+    seed: int = key(42, names=_names("", "", "", "seed"))  #: seed of weights that are initialised at random.
     #: dtype of weights and activations; the optimizer's master weights are float32.
     dtype: str = key("bfloat16", TRAINED_DTYPES)
     #: how gradients are buffered and reduced; its keys are below.

@@ -23,14 +23,19 @@ class McoreOptimizerConfig(Section):
     min_lr: float = key(0.0, NOT_NEGATIVE, _CONSTANT)  #: learning rate at the end of the decay.
     #: decoupled weight decay, times the learning rate; it acts on matrices only.
     weight_decay: float = key(0.01, NOT_NEGATIVE)
-    clip_grad: float = 1.0  #: norm that gradients are scaled down to; 0 means no clipping.
+    #: norm that gradients are scaled down to; 0 means no clipping.
+    clip_grad: float = key(1.0, names={"0.9.0": "../grad_clip"})
     betas: list[float] = key(lambda: [0.9, 0.999], _PAIR)  #: decay of the first and of the second moment.
     adam_eps: float = 1e-8  #: term added to the square root of the second moment.
     lr_warmup_steps: int = -1  #: steps of linear warm-up; -1 means ``lr_warmup_steps_ratio``.
     lr_warmup_steps_ratio: float = key(0.0, _COUNTED)  #: steps of linear warm-up as a share of all steps.
     lr_warmup_init: float = key(0.0, NOT_NEGATIVE, _NO_WARMUP)  #: learning rate at the start of the warm-up.
     #: how the rate falls from ``lr`` to ``min_lr`` after the warm-up.
-    lr_decay_style: str = key("constant", one_of("constant", "linear", "cosine"))
+    lr_decay_style: str = key(
+        "constant",
+        one_of("constant", "linear", "cosine"),
+        names={"0.6.1": "warmup_style", "0.9.0": "lr_scheduler_type"},
+    )
     #: steps after which the rate is ``min_lr``; absent means the whole run.
     lr_decay_steps: int | None = key(None, _CONSTANT)
     #: where the state lives, its dtypes, and what happens to gradients that are not finite; its keys are below.
@@ -68,6 +73,3 @@ class McoreOptimizerConfig(Section):
         small = [key for key, value in given.items() if key.endswith("_dtype") and value not in (None, "fp32")]
         if small and not given.get("use_precision_aware_optimizer"):
             yield f"{where}: {', '.join(small)} below fp32 needs use_precision_aware_optimizer=True"
-        for name in ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d"):
-            if given.get(name) and not given.get("optimizer_cpu_offload"):
-                yield f"{where}.{name} does nothing without optimizer_cpu_offload=True"

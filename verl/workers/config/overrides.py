@@ -108,6 +108,7 @@ _FIELDS = members(
     cp_send_latents=(_FLAG, beside("context_parallel_size", 1)),
     mtp_num_layers=_count(0),  #: depths of multi-token prediction that are trained; 0 means none.
     mtp_loss_scaling_factor=(_number(0), _NO_MTP),  #: weight of the mean of their losses.
+    mtp_detach_encoder=(_FLAG, _NO_MTP),  #: their losses train the depths alone, not the layers before them.
     moe_aux_loss_coeff=(_number(0), _NO_BALANCE),  #: weight of the loss that balances experts.
     moe_z_loss_coeff=_number(0),  #: weight of the loss that keeps the router's logits small.
     #: whether that loss balances experts over the micro-batch or over each sequence.
@@ -160,8 +161,10 @@ MODEL_OVERRIDES = members(
 # Fields of the engine's OptimizerConfig; dtypes as Megatron's command line names them.
 OPTIMIZER_OVERRIDES = members(
     optimizer_cpu_offload=_FLAG,  #: run AdamW on the CPU, on state that never leaves host memory.
-    optimizer_offload_fraction=_number(0, 1),  #: share of the parameters that AdamW updates on the CPU.
-    overlap_cpu_optimizer_d2h_h2d=_FLAG,  #: copy gradients and weights while the CPU computes.
+    #: share of the parameters that AdamW updates on the CPU.
+    optimizer_offload_fraction=(_number(0, 1), _ON_DEVICE),
+    #: copy gradients and weights while the CPU computes.
+    overlap_cpu_optimizer_d2h_h2d=(_FLAG, _ON_DEVICE),
     pin_cpu_grads=(_FLAG, _ON_DEVICE),  #: keep gradients on the host in page-locked memory.
     pin_cpu_params=(_FLAG, _ON_DEVICE),  #: keep weights on the host in page-locked memory.
     use_precision_aware_optimizer=(_FLAG, _ALL_FP32),  #: allow optimizer state below float32.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from verl.workers.config.keys import Idle, Section, Values, key, names_of, one_of
 
 TOOLS = ("torch", "npu")
-NO_PROFILER = Idle("no profiler is enabled", lambda run, own: not run.is_profiled)
+NO_PROFILER = Idle("no profiler is enabled for a step of global_profiler.steps", lambda run, own: not run.is_profiled)
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class GlobalProfilerConfig(Section):
 def profiling_problems(config: GlobalProfilerConfig, roles: dict[str, ProfilerConfig], device: str) -> Iterator[str]:
     """What keeps an enabled profiler from recording, one sentence each; ``roles`` by their key."""
     for name, role in roles.items():
-        if not role.enable:
+        if not role.enable or not config.steps:
             continue
         tool = role.tool or config.tool
         if tool not in TOOLS:
@@ -80,5 +80,3 @@ def profiling_problems(config: GlobalProfilerConfig, roles: dict[str, ProfilerCo
             )
         elif tool == "npu" and device not in ("npu", "auto"):
             yield f"global_profiler.tool is npu and trainer.device {device}; torch profiles a {device}"
-        if not config.steps:
-            yield f"{name}.enable is True and global_profiler.steps names no step; give it, as in [3]"

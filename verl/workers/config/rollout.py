@@ -60,7 +60,9 @@ class RolloutConfig(Section):
     enforce_eager: bool | None = None
     #: numbers of sequences that graphs are captured for; absent means powers of two up to ``max_num_seqs``, on an NPU
     #: ``max_num_seqs`` alone.
-    cudagraph_capture_sizes: list[int] | None = None
+    cudagraph_capture_sizes: list[int] | None = key(
+        None, names={"0.9.0": "engine_kwargs.vllm.compilation_config.cudagraph_capture_sizes"}
+    )
     #: ``fp8`` keeps linear weights in e4m3 blocks of 128 x 128, which the trainer quantises before it sends them, and
     #: multiplies in FP8 where the device does; ``dequantize`` widens the weights of an FP8 model; absent means the form
     #: of the model's files.
@@ -75,7 +77,7 @@ class RolloutConfig(Section):
     max_num_seqs: int = key(1024, at_least(1))  #: sequences that a replica decodes at the same time.
     max_num_batched_tokens: int = 8192  #: tokens that a replica computes in one step.
     #: tokens that one sequence may have; absent means ``prompt_length`` + ``response_length``.
-    max_model_len: int | None = None
+    max_model_len: int | None = key(None, names={"0.9.0": "engine_kwargs.vllm.max_model_len"})
     enable_chunked_prefill: bool = True  #: compute long prompts over several steps.
     enable_prefix_caching: bool = True  #: compute equal beginnings of prompts once.
     block_size: int = 16  #: tokens of one block of the cache.
@@ -101,7 +103,9 @@ class RolloutConfig(Section):
     #: packed tokens of such a micro-batch on each rank; a longer sample gets one of its own.
     log_prob_max_token_len_per_gpu: int = key(16384, _NO_OLD_LOG_PROBS, beside("log_prob_use_dynamic_bsz", False))
     #: the most memory of a rank's buffers in one round of a weight sync, in MiB; two rounds exist at a time.
-    update_weights_bucket_megabytes: int = 512
+    update_weights_bucket_megabytes: int = key(
+        512, names={"0.9.0": "checkpoint_engine.update_weights_bucket_megabytes"}
+    )
     #: report the log-prob of every token that the rollout samples, which the gap metrics need.
     calculate_log_probs: bool = True
     seed: int = 0  #: seed of sampling; the noise of a response depends on (seed, step, row).
