@@ -28,6 +28,8 @@ _RENAMED = tuple(
         (rf"({_ROLE})mindspeed\.", r"\1megatron."),
         (rf"({_ROLE}optim\.)({'|'.join(OPTIMIZER_OVERRIDES)})$", r"\1override_optimizer_config.\2"),
         (rf"({_ROLE}optim\.override_optimizer_config\.)offload_fraction$", r"\1optimizer_offload_fraction"),
+        (r"rollout\.n$", "actor_rollout_ref.rollout.n"),
+        (rf"({_ROLE})(?:mindspeed|veomni)\.router_replay\.", r"\1router_replay."),
         (r"reward\.custom_reward_function\.", "custom_reward_function."),
         (r"reward\.reward_manager\.name$", "reward_model.reward_manager"),
         (r"reward\.(num_workers$|reward_kwargs\.)", r"reward_model.\1"),
@@ -56,7 +58,7 @@ def translate_engine_keys(given: Given) -> None:
     for role in (_ACTOR, "actor_rollout_ref.ref"):
         _translate_role(given, role)
     engine = values.get("model_engine") or values.get(f"{_ACTOR}.model_engine") or values.get(f"{_ACTOR}.strategy")
-    sections = (f"{_ACTOR}.{name}." for name in ("fsdp_config", "torchtitan", "engine"))
+    sections = (f"{_ACTOR}.{name}." for name in ("fsdp_config", "torchtitan", "veomni"))
     is_sharded = engine in SHARDING_ENGINES if engine else any(key.startswith(tuple(sections)) for key in values)
     if is_sharded:
         _set_default(given, f"{_ENGINE}.fit_layout", True)
@@ -75,7 +77,7 @@ def translate_engine_keys(given: Given) -> None:
 
 def _translate_role(given: Given, role: str) -> None:
     values = given.values
-    for name in ("megatron.dtype", "fsdp_config.dtype", "fsdp_config.mixed_precision.param_dtype"):
+    for name in ("megatron.dtype", "fsdp_config.dtype", "torchtitan.dtype", "fsdp_config.mixed_precision.param_dtype"):
         key = f"{role}.{name}"
         if key in values and (value := values.pop(key)) is not None:
             values[f"{role}.megatron.dtype"] = _DTYPES.get(value, value)

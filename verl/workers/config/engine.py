@@ -16,10 +16,12 @@ COUNTED_ENDS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_
 _SWAP_NAMES = {"0.6.1": "override_transformer_config.swap_optimizer"}
 
 
-def _names(overrides: str = "", torchtitan: str = "", mlite: str = "", fsdp: str = "") -> dict[str, str]:
+def _names(
+    overrides: str = "", torchtitan: str = "", mlite: str = "", fsdp: str = "", veomni: str = ""
+) -> dict[str, str]:
     """A key's names in upstream's other sections: in ``override_transformer_config``, and those of other engines."""
-    sections = ("override_transformer_config", "../torchtitan", "../engine", "../fsdp_config")
-    names = zip(sections, (overrides, torchtitan, mlite, fsdp), strict=True)
+    sections = ("override_transformer_config", "../torchtitan", "../engine", "../fsdp_config", "../veomni")
+    names = zip(sections, (overrides, torchtitan, mlite, fsdp, veomni), strict=True)
     return {f"0.9.0, {section}": f"{section}.{name}" for section, name in names if name}
 
 
@@ -48,11 +50,14 @@ class McoreEngineConfig(Section):
     #: ranks that split every sequence (CP).
     context_parallel_size: int = key(
         1,
-        names=_names("context_parallel_size", "context_parallel_size", "cp", "ulysses_sequence_parallel_size")
+        names=_names(
+            *("context_parallel_size", "context_parallel_size", "cp"),
+            *("ulysses_sequence_parallel_size", "ulysses_parallel_size"),
+        )
         | {"0.9.0": "../ulysses_sequence_parallel_size"},
     )
     #: groups of experts (EP), across the data-parallel ranks.
-    expert_model_parallel_size: int = key(1, names=_names("", "expert_parallel_size", "ep"))
+    expert_model_parallel_size: int = key(1, names=_names("", "expert_parallel_size", "ep", "", "expert_parallel_size"))
     #: ranks that split every expert (ETP); absent means 1, not TP as in Megatron alone.
     expert_tensor_parallel_size: int | None = key(None, names=_names("", "expert_tensor_parallel_size", "etp"))
     #: make the tensor-parallel ranks expert groups too, so that there are EP x TP of them.
@@ -62,13 +67,13 @@ class McoreEngineConfig(Section):
     #: move weights to host memory while something else needs the device.
     param_offload: bool = key(
         False,
-        names=_names("", "param_offload", "param_offload"),
+        names=_names("", "param_offload", "param_offload", "", "param_offload"),
         not_of_reference="the reference is in host memory but for its own pass",
     )
     #: move gradients to host memory after the update.
     grad_offload: bool = key(False, names=_names("", "", "grad_offload"), not_of_reference=_NOT_TRAINED)
     #: move the optimizer state to host memory after the update.
-    optimizer_offload: bool = key(False, names=_names("", *["optimizer_offload"] * 3), not_of_reference=_NOT_TRAINED)
+    optimizer_offload: bool = key(False, names=_names("", *["optimizer_offload"] * 4), not_of_reference=_NOT_TRAINED)
     #: keep the optimizer state in host memory and bring it to the device in pieces (MindSpeed).
     swap_optimizer: bool = key(False, names=_SWAP_NAMES, not_of_reference=_NOT_TRAINED)
     #: split layers further than is given, over tensor-parallel ranks and then stages, where weights and gradients do
@@ -82,7 +87,8 @@ class McoreEngineConfig(Section):
     load_weight: bool = key(True, names={"0.6.1": "../load_weight"})
     #: give every expert the same number of tokens, whatever the router chooses; for throughput measurements only.
     fix_router: bool = False
-    seed: int = key(42, names=_names("", "", "", "seed"))  #: seed of weights that are initialised at random.
+    #: seed of weights that are initialised at random.
+    seed: int = key(42, names=_names("", "seed", "", "seed", "seed"))
     #: dtype of weights and activations; the optimizer's master weights are float32.
     dtype: str = key("bfloat16", TRAINED_DTYPES)
     #: how gradients are buffered and reduced; its keys are below.

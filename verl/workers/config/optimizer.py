@@ -20,16 +20,19 @@ class McoreOptimizerConfig(Section):
     """AdamW with fp32 master weights; schedule lengths count optimizer steps."""
 
     lr: float = key(1e-6, NOT_NEGATIVE)  #: highest learning rate.
-    min_lr: float = key(0.0, NOT_NEGATIVE, _CONSTANT)  #: learning rate at the end of the decay.
+    #: learning rate at the end of the decay.
+    min_lr: float = key(0.0, NOT_NEGATIVE, _CONSTANT, names={"0.9.0": "lr_min"})
     #: decoupled weight decay, times the learning rate; it acts on matrices only.
     weight_decay: float = key(0.01, NOT_NEGATIVE)
     #: norm that gradients are scaled down to; 0 means no clipping.
     clip_grad: float = key(1.0, names={"0.9.0": "../grad_clip"})
     betas: list[float] = key(lambda: [0.9, 0.999], _PAIR)  #: decay of the first and of the second moment.
-    adam_eps: float = 1e-8  #: term added to the square root of the second moment.
+    #: term added to the square root of the second moment.
+    adam_eps: float = key(1e-8, names={"0.9.0": "eps"})
     lr_warmup_steps: int = -1  #: steps of linear warm-up; -1 means ``lr_warmup_steps_ratio``.
     lr_warmup_steps_ratio: float = key(0.0, _COUNTED)  #: steps of linear warm-up as a share of all steps.
-    lr_warmup_init: float = key(0.0, NOT_NEGATIVE, _NO_WARMUP)  #: learning rate at the start of the warm-up.
+    #: learning rate at the start of the warm-up.
+    lr_warmup_init: float = key(0.0, NOT_NEGATIVE, _NO_WARMUP, names={"0.9.0": "lr_start"})
     #: how the rate falls from ``lr`` to ``min_lr`` after the warm-up.
     lr_decay_style: str = key(
         "constant",
