@@ -91,8 +91,10 @@ def _translate_role(given: Given, role: str) -> None:
             del values[f"{role}.fsdp_config.offload_policy"]
         else:
             given.take(f"{role}.fsdp_config.offload_policy", _NO_CHANGE)
-    if values.pop(f"{role}.fsdp_config.param_offload", None):  # FSDP's weights and gradients move together
-        values |= dict.fromkeys(offloads[: 2 if role == _ACTOR else 1], True)
+    if (moves := values.get(f"{role}.fsdp_config.param_offload")) is not None:
+        given.rename(f"{role}.fsdp_config.param_offload", offloads[0])
+        if moves and role == _ACTOR:  # FSDP's weights and gradients move together
+            _set_default(given, offloads[1], True)
     recompute = values.pop(f"{role}.torchtitan.activation_checkpoint", None)
     if "full" in (values.pop(f"{role}.engine.impl_cfg.recompute", None) or ()):
         recompute = "full"

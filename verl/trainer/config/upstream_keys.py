@@ -63,6 +63,8 @@ def _translate_async(given: Given) -> None:
                 f"{', '.join(asked)}: only trainer.schedule=fully_async has such keys; leave them out"
             )
         return
+    if values.get("data.gen_batch_size") == 1 and not values.get("algorithm.filter_groups.enable"):
+        given.take("data.gen_batch_size", "prompts are handed out as samples end, in every case")
     if values.get(_BATCH) == 0:  # upstream: a step trains on the mini-batches that it waits for
         required, mini = values.get("async_training.require_batches"), values.get(f"{_ACTOR}.ppo_mini_batch_size")
         values[_BATCH] = (required or 1) * (mini or 256)
