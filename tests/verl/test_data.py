@@ -182,6 +182,35 @@ def test_rows_of_any_data_set_become_prompts(dataset: RLHFDataset) -> None:
         PromptItems([{"raw_prompt_ids": [1]}], dataset.tokenizer, 40)[0]
 
 
+def test_rows_with_a_chat_alone_become_prompts(dataset: RLHFDataset) -> None:
+    """As upstream's data set gives them; what a subclass makes of the chat is the prompt."""
+    row = dataset[3]
+    chat = {key: row[key] for key in ("data_source", "reward_model", "extra_info", "index")}
+    chat |= {"raw_prompt": dataset.dataframe[3]["prompt"], "agent_name": "single_turn_agent"}
+    item = PromptItems([chat], dataset.tokenizer, 40)[0]
+    assert (item["raw_prompt_ids"], item["prompt_text"]) == (row["raw_prompt_ids"], row["prompt_text"])
+    with pytest.raises(ValueError, match="asks for the agent loop 'tool_agent'; there is single_turn_agent alone"):
+        PromptItems([chat | {"agent_name": "tool_agent"}], dataset.tokenizer, 40)[0]
+    with pytest.raises(ValueError, match="has no raw_prompt_ids, input_ids with attention_mask or raw_prompt: "):
+        PromptItems([{key: row[key] for key in ("data_source", "reward_model")}], dataset.tokenizer, 40)[0]
+
+
+def test_a_subclass_may_change_the_chat(files: tuple[str, str]) -> None:
+    class Polite(RLHFDataset):
+        def __getitem__(self, item: int) -> dict[str, Any]:
+            row = super().__getitem__(item)
+            if item:
+                row["raw_prompt"][-1]["content"] += " Please."
+            return row
+
+    tokenizer = hf_tokenizer(files[1])
+    items = PromptItems(Polite([files[0]], tokenizer, DataConfig(max_prompt_length=300)), tokenizer, 300)
+    for _ in range(2):
+        texts = [items[0]["prompt_text"], items[1]["prompt_text"]]
+        assert ["Please" in text for text in texts] == [False, True] and texts[1].count("Please") == 1
+        assert items[1]["raw_prompt_ids"] == tokenizer(texts[1], add_special_tokens=False)["input_ids"]
+
+
 def _indices(batch: dict[str, Any]) -> list[int]:
     return list(batch["index"])
 

@@ -391,4 +391,4 @@ class RayPPOTrainer:
 
 def _prompts(config: PPOTrainerConfig, tokenizer: PreTrainedTokenizerBase, files: list[str], max_samples: int) -> Any:
     dataset = create_rl_dataset(files, config.data, tokenizer, max_samples)
-    return PromptItems(dataset, tokenizer, config.data.max_prompt_length)
+    return PromptItems(dataset, tokenizer, config.data.max_prompt_length, config.data.apply_chat_template_kwargs)

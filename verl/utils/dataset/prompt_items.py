@@ -7,36 +7,44 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from verl.utils.dataset.rl_dataset import RESPONSE_LIMIT
+from verl.utils.dataset.rl_dataset import RESPONSE_LIMIT, RLHFDataset
 from verl.utils.reward_score.thoughts import PROMPT_END, prompt_end
 
+_AGENT = "single_turn_agent"  # upstream's name of what generates one answer to a prompt
 _PADDED = ("input_ids", "attention_mask", "position_ids")  # engines get token ids without padding
 
 
 class PromptItems(Dataset):
     """A data set whose rows have ``raw_prompt_ids``, ``prompt_text``, ``extra_info`` and ``response_limit``.
 
-    Each is derived where the row of ``dataset`` lacks it: the ids from ``input_ids`` and ``attention_mask``, the text
-    from the ids. ``data_source`` and ``reward_model`` are the row's own. ``extra_info`` also has what the prompt ended
-    with, for the reward function (``verl.utils.reward_score.thoughts``).
+    Each is derived where the row of ``dataset`` lacks it: the ids from ``input_ids`` and ``attention_mask``, or from
+    the chat in ``raw_prompt``, and the text from the ids. A chat that a subclass of RLHFDataset changed counts.
+    ``data_source`` and ``reward_model`` are the row's own. ``extra_info`` also has what the prompt ended with, for the
+    reward function (``verl.utils.reward_score.thoughts``).
 
     Args:
         max_prompt_length: a longer prompt is an error.
+        template_kwargs: ``data.apply_chat_template_kwargs``.
     """
 
-    def __init__(self, dataset: Any, tokenizer: Any, max_prompt_length: int) -> None:
+    def __init__(self, dataset: Any, tokenizer: Any, max_prompt_length: int, template_kwargs: Any = None) -> None:
         self.dataset, self.tokenizer, self.max_prompt_length = dataset, tokenizer, max_prompt_length
+        self.template_kwargs = template_kwargs or {}
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         row = dict(self.dataset[index])
+        if isinstance(self.dataset, RLHFDataset) and self.dataset.is_rewritten(row, index):
+            row = {key: value for key, value in row.items() if key not in ("raw_prompt_ids", "prompt_text", *_PADDED)}
         where = f"row {index} of {type(self.dataset).__name__}"
-        ids = _prompt_ids(row, where)
+        ids = self._prompt_ids(row, where)
         missing = [key for key in ("data_source", "reward_model") if key not in row]
         if missing:
             raise ValueError(f"{where} has no {' and no '.join(missing)}; it has {', '.join(sorted(row))}")
+        if row.get("agent_name", _AGENT) not in (None, _AGENT):
+            raise ValueError(f"{where} asks for the agent loop {row['agent_name']!r}; there is {_AGENT} alone")
         if not isinstance(row["reward_model"], Mapping) or "ground_truth" not in row["reward_model"]:
             given = row["reward_model"]
             raise ValueError(f"the reward_model of {where} is {given!r}; expected a dict with ground_truth")
@@ -60,10 +68,13 @@ class PromptItems(Dataset):
             "extra_info": {**extra_info, PROMPT_END: prompt_end(self.tokenizer, ids)},
         }
 
-
-def _prompt_ids(row: Mapping[str, Any], where: str) -> list[int]:
-    if "raw_prompt_ids" in row:
-        return [int(token) for token in row["raw_prompt_ids"]]
-    if "input_ids" in row and "attention_mask" in row:
-        return [int(token) for token in row["input_ids"][row["attention_mask"].bool()]]
-    raise ValueError(f"{where} has neither raw_prompt_ids nor input_ids with attention_mask: {', '.join(sorted(row))}")
+    def _prompt_ids(self, row: Mapping[str, Any], where: str) -> list[int]:
+        if "raw_prompt_ids" in row:
+            return [int(token) for token in row["raw_prompt_ids"]]
+        if "input_ids" in row and "attention_mask" in row:
+            return [int(token) for token in row["input_ids"][row["attention_mask"].bool()]]
+        if "raw_prompt" in row:
+            template = {"add_generation_prompt": True, "tokenize": False, **self.template_kwargs}
+            text = self.tokenizer.apply_chat_template(list(row["raw_prompt"]), **template)
+            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        raise ValueError(f"{where} has no raw_prompt_ids, input_ids with attention_mask or raw_prompt: {sorted(row)}")

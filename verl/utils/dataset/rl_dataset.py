@@ -99,7 +99,8 @@ class RLHFDataset(Dataset):
         ``raw_prompt_ids``: the token ids; ``prompt_text``: the prompt as text.
         ``response_limit``: the row's own ``extra_info.max_response_length``, 0 where it has none.
         ``index``: that of ``extra_info``, or else the number of the row.
-        ``raw_prompt``: the chat messages, with ``return_raw_chat``; ``full_prompts``, with ``return_full_prompt``.
+        ``raw_prompt``: the chat messages, with ``return_raw_chat`` or in a subclass, which may change them.
+        ``full_prompts``: the prompt as text, with ``return_full_prompt``.
         """
         row, ids = self.dataframe[item], self._ids[item]
         extra_info = row.get("extra_info") or {}
@@ -112,11 +113,15 @@ class RLHFDataset(Dataset):
             "response_limit": extra_info.get(RESPONSE_LIMIT) or 0,
             "index": extra_info.get("index", item),
         }
-        if self.return_raw_chat:
-            found["raw_prompt"] = list(row[self.prompt_key])
+        if self.return_raw_chat or type(self) is not RLHFDataset:
+            found["raw_prompt"] = [dict(message) for message in row[self.prompt_key]]
         if self.return_full_prompt:
             found["full_prompts"] = self._texts[item]
         return found
+
+    def is_rewritten(self, row: Mapping[str, Any], item: int) -> bool:
+        """Whether ``raw_prompt`` of a row that a subclass made is another chat than the file's."""
+        return "raw_prompt" in row and list(row["raw_prompt"]) != list(self.dataframe[item][self.prompt_key])
 
     def _tokenized(self, rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[int]]]:
         """The prompts as texts, through the chat template, and as token ids."""
