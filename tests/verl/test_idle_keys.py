@@ -85,6 +85,7 @@ CASES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     (f"{ROLLOUT}.val_kwargs.temperature=0.7", (), (f"{ROLLOUT}.val_kwargs.do_sample=True",)),
     ("reward_model.overlong_buffer.len=9", (), ("reward_model.overlong_buffer.enable=True",)),
     ("+reward_model.reward_kwargs.max_resp_len=512", (), ("reward_model.overlong_buffer.enable=True",)),
+    ("+reward_model.reward_kwargs.max_resp_len=512", (), ("reward_model.reward_manager=of_a_user",)),
     (
         "+reward_model.reward_kwargs.overlong_buffer_cfg.len=9",
         (),
@@ -92,6 +93,7 @@ CASES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ),
     ("reward_model.num_workers=3", ("reward_model.reward_manager=of_a_user",), ()),
     ("reward_model.manager_timeout_s=3", (), ("reward_model.reward_manager=of_a_user",)),
+    ("reward_model.manager_path=/x.py", (), ("reward_model.manager_source=importlib",)),
     ("custom_reward_function.name=score", (), ("custom_reward_function.path=/x.py",)),
     ("data.max_response_length=99", (f"{ROLLOUT}.response_length=9",), ()),
     ("data.seed=3", ("data.shuffle=False",), ()),

@@ -223,11 +223,61 @@ def test_the_classes_of_the_page_run(local_ray: None, root: Path) -> None:
     for code in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL):
         (root / code.split()[1]).write_text(code)
     (root / "questions.jsonl").write_text((root / "data.jsonl").read_text())
-    lines = "\n".join(re.findall(r"^    (data\..*)$", page, flags=re.MULTILINE))
+    lines = "\n".join(re.findall(r"^    ((?:data|reward)\..*)$", page, flags=re.MULTILINE))
     given = [re.sub(r"\b(\w+\.(py|jsonl))\b", rf"{root}/\1", override) for override in lines.split()]
-    assert len(given) == 4
-    _run(root, *given, "trainer.val_before_train=False")
-    assert len(_ledger(root, "step_2.jsonl")) == 32
+    assert len(given) == 7
+    records = _run(root, *given, "trainer.val_before_train=False")
+    graded = _ledger(root, "step_2.jsonl")
+    assert len(graded) == 32 and {line["grader"]["name"] for line in graded} == {"Short"}
+    for line in graded:
+        is_right = line["parse"]["answer"] == str(RIGHT_DIGIT)
+        assert line["score"] == pytest.approx(is_right - 0.001 * line["parts"]["length"])
+    assert records[-1]["reward/length"] == pytest.approx(sum(line["parts"]["length"] for line in graded) / 32)
+
+
+SAMPLES = """
+import asyncio
+
+from verl.experimental.reward_loop.reward_manager import RewardManagerBase, register
+
+
+@register("halves")
+class Halves(RewardManagerBase):
+    async def run_single(self, data):
+        if data[0].non_tensor_batch["index"] % 2:
+            raise KeyError("an odd row")
+        await asyncio.sleep(WAIT)
+        return {"reward_score": 1.0}
+"""
+
+
+@pytest.mark.slow  # tests/verl/test_sample_managers.py has the manager without its process
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("wait", [0.0, 60.0])
+def test_samples_without_a_grade_and_a_manager_that_waits(local_ray: None, root: Path, wait: float) -> None:
+    """Rows with an odd index have no grade and train with 0; a call that takes too long ends the run."""
+    (root / "halves.py").write_text(SAMPLES.replace("WAIT", str(wait)))
+    given = [
+        override("actor_rollout_ref.model.external_lib", root / "halves.py"),
+        f"data.custom_cls={{path:{root / 'data.py'},name:Questions}}",
+        override("data.train_files", root / "data.jsonl"),
+        override("data.val_files", root / "data.jsonl"),
+        "reward_model.reward_manager=halves",
+        "reward_model.max_ungraded_ratio=0.9",
+        f"reward_model.manager_timeout_s={5 if wait else 60}",
+        "data.shuffle=False",
+        "trainer.val_before_train=False",
+    ]
+    if wait:
+        with pytest.raises(ValueError, match="the reward manager 'halves' took more than 5 s for 32 samples"):
+            _run(root, *given)
+        return
+    records = _run(root, *given)
+    assert [record["reward/ungraded"] for record in records] == [0.5, 0.5]
+    lines = _ledger(root, "step_1.jsonl")
+    assert {(line["status"], line["score"]) for line in lines} == {("ok", 1.0), ("error", 0.0)}
+    errors = {line["error"] for line in lines if line["status"] == "error"}
+    assert all(re.fullmatch(r"run_single of sample \d+: KeyError: 'an odd row'", error) for error in errors)
 
 
 @pytest.mark.parametrize(

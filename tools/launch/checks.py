@@ -91,7 +91,8 @@ def plugin_problems(job: Job) -> list[str]:
     config = job.config
     found = [*missing_packages(config.trainer.logger), *missing_dispatcher(config)]
     classes = (config.data.custom_cls.path, config.data.sampler.class_path, config.algorithm.filter_groups.filter_path)
-    if not any((*classes, config.actor_rollout_ref.model.external_lib, config.trainer.train_only)):
+    others = (config.reward_model.manager_path, config.actor_rollout_ref.model.external_lib, config.trainer.train_only)
+    if not any((*classes, *others)):
         return found
     from verl.trainer import preflight  # it imports torch
 

@@ -19,6 +19,7 @@ from verl.trainer.config.data import file_list
 from verl.trainer.ppo.checkpointing import checkpoints, resume_problem
 from verl.trainer.ppo.filter_groups import load_filter
 from verl.trainer.ppo.observers import steps_of
+from verl.trainer.ppo.reward import manager_arguments, reward_manager_class
 from verl.trainer.ppo.saved_rollouts import FILES
 from verl.utils.dataset.creation import dataset_class, sampler_class
 from verl.utils.parquet import data_sources, schema_problems
@@ -30,6 +31,7 @@ from verl.utils.tokenizer import hf_tokenizer
 from verl.utils.trackers import missing_packages
 from verl.workers.engine_setup import engine_problems, trained_model
 from verl.workers.reward_manager import MANAGERS
+from verl.workers.reward_manager.sample_wise import grades_samples
 from vllm.transformers_utils.config import load_config as load_rollout_config
 
 
@@ -202,21 +204,29 @@ def reward_problems(config: PPOTrainerConfig) -> Iterator[str]:
 
 
 def reward_manager_problems(config: PPOTrainerConfig) -> list[str]:
-    """Why the class that a user registered as the reward manager cannot be made or called."""
-    name, kwargs = config.reward_model.reward_manager, config.reward_model.reward_kwargs
-    if config.reward_model.is_pooled or name not in MANAGERS.names:
+    """Why the class of a user that is the reward manager cannot be made or called; its file runs here."""
+    reward, found = config.reward_model, []
+    name, kwargs, spec = reward.reward_manager, reward.reward_kwargs, reward.manager_spec
+    if reward.is_pooled or (name not in MANAGERS.names if spec is None else reward.manager_path is None):
         return []  # validate_config reports an unknown one
-    manager, found = MANAGERS.get(name), []
-    where = f"reward_model.reward_manager={name}: {manager.__qualname__}"
+    where = f"reward_model.reward_manager={name}" if spec is None else f"reward_model.manager_path={spec.path}"
+    try:
+        manager = reward_manager_class(reward)
+        if not isinstance(manager, type):
+            raise ValueError(f"{manager!r} is no class")
+    except Exception as error:  # a process edge: the user's file runs here, and may raise anything
+        text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        return [f"{where}: {text}; reward_model.reward_manager, or manager_class, names the class"]
+    where = f"{where}: {manager.__qualname__}"
     given = dict.fromkeys(("tokenizer", "num_examine", "compute_score", "reward_fn_key"))
-    if not is_callable_with(manager, **given, **kwargs):
-        extra = f" and reward_model.reward_kwargs ({', '.join(kwargs)})" if kwargs else ""
-        found.append(
-            f"{where}{_signature(manager)} is made with the arguments {', '.join(given)}{extra}; it must take them"
-        )
-    called = next((vars(base)["__call__"] for base in manager.__mro__ if "__call__" in vars(base)), None)
-    if not is_callable_with(called, None, None, return_dict=True):
-        found.append(f"{where} must have the method __call__(self, data, return_dict=False)")
+    given = manager_arguments(manager, config, given | kwargs)
+    if not is_callable_with(manager, **given):
+        names = f"{', '.join(given)}{', of which some are reward_model.reward_kwargs' if kwargs else ''}"
+        found.append(f"{where}{_signature(manager)} is made with the arguments {names}; it must take them")
+    method, named = ("run_single", {}) if grades_samples(manager) else ("__call__", {"return_dict": True})
+    called = next((vars(base)[method] for base in manager.__mro__ if method in vars(base)), None)
+    if inspect.isabstract(manager) or not is_callable_with(called, None, None, **named):
+        found.append(f"{where} must have the method __call__(self, data, return_dict=False), or run_single(self, data)")
     return found
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-_MODULE = "pkg://"
+MODULE_PREFIX = "pkg://"  # before the name of a module, where a config takes the path of a Python file
 
 
 def load_provider(provider: str) -> Any:
@@ -32,9 +32,9 @@ def load_extern_type(file_path: str | None, type_name: str | None) -> Any:
         return None
     if not type_name:
         raise ValueError(f"{file_path}: the name of the object to take from it is missing")
-    if file_path.startswith(_MODULE):
+    if file_path.startswith(MODULE_PREFIX):
         try:
-            module = importlib.import_module(file_path.removeprefix(_MODULE))
+            module = importlib.import_module(file_path.removeprefix(MODULE_PREFIX))
         except ImportError as error:
             raise ValueError(f"{file_path} cannot be imported: {error}") from error
     else:
@@ -43,6 +43,11 @@ def load_extern_type(file_path: str | None, type_name: str | None) -> Any:
         defined = ", ".join(name for name in vars(module) if not name.startswith("_"))
         raise ValueError(f"{file_path} defines no {type_name!r}; it defines {defined}")
     return getattr(module, type_name)
+
+
+def absolute_file(path: str) -> str:
+    """The path for a process that works in another folder; a module stays as it is."""
+    return path if path.startswith(MODULE_PREFIX) else str(Path(path).expanduser().absolute())
 
 
 def import_external_libs(external_libs: str | Sequence[str] | None = None) -> None:

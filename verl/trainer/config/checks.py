@@ -183,7 +183,7 @@ def registry_problems(config: PPOTrainerConfig) -> Iterator[str]:
         (LOSSES, models.actor.policy_loss.loss_mode),
         (MANAGERS, config.reward_model.reward_manager),
     ):
-        if name not in registry.names:
+        if name not in registry.names and not (registry is MANAGERS and config.reward_model.manager_spec):
             yield (
                 f"{registry.key} is {name!r}; expected one of {', '.join(registry.names)}, or a name that a module of "
                 "actor_rollout_ref.model.external_lib registers"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import math
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,13 +20,15 @@ from torch import Tensor
 
 from verl.protocol import DataProto
 from verl.trainer.config import PPOTrainerConfig
-from verl.trainer.ppo.reward import compute_reward, load_reward_manager
+from verl.trainer.ppo.reward import compute_reward, load_reward_manager, reward_manager_class
 from verl.utils.import_utils import import_external_libs
 from verl.utils.reward_score.functions import RewardFunctionSpec
 from verl.utils.reward_score.scoring_pool import ScoringJob, ScoringResult
 from verl.utils.tokenizer import hf_tokenizer, texts_to_grade
-from verl.workers.reward_manager import GradedSample, PooledRewardManager, Scores, get_reward_manager_cls
+from verl.workers.config import RewardModelConfig
+from verl.workers.reward_manager import GradedSample, PooledRewardManager, Scores
 from verl.workers.reward_manager.pooled import graded_parts, grading_jobs
+from verl.workers.reward_manager.sample_wise import GRADER_ERROR
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,7 +47,7 @@ def make_reward_fn(
 
 
 class RegisteredRewardManager:
-    """Scores batches with the class that ``reward_model.reward_manager`` names, on the driver's node.
+    """Scores batches with the class that ``reward_model`` names, on the driver's node.
 
     The class is made twice: for training with ``num_examine=0``, for validation with 1.
     """
@@ -55,7 +58,7 @@ class RegisteredRewardManager:
         process = ray.remote(_ManagerProcess)
         self._process: Any = process.options(
             num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
-        ).remote(config)
+        ).remote(config, os.getcwd())
 
     def start(self, batch: DataProto, *, is_validation: bool = False) -> PendingRewards:
         """Begins to score ``batch`` as ``PooledRewardManager.start`` does, and returns."""
@@ -94,8 +97,8 @@ class PendingRewards:
         Raises:
             ValueError: the manager raised, took too long, or returned something else than rewards.
         """
-        name, limit = self.config.reward_model.reward_manager, self.config.reward_model.manager_timeout_s
-        where = f"the reward manager {name!r}"
+        reward, limit = self.config.reward_model, self.config.reward_model.manager_timeout_s
+        where = f"the reward manager {reward.manager_class or reward.reward_manager!r}"
         try:
             rewards, extra = ray.get(self.answer, timeout=limit)
         except ray.exceptions.GetTimeoutError as error:
@@ -112,12 +115,14 @@ class PendingRewards:
             raise ValueError(f"{where} returned {problem}")
         return self._scores(rewards.float(), extra)
 
-    def _scores(self, rewards: Tensor, extra: Mapping[str, Any]) -> Scores:
+    def _scores(self, rewards: Tensor, extra: dict[str, Any]) -> Scores:
         seconds = time.monotonic() - self.started
-        grader, version = manager_version(self.config.reward_model.reward_manager)
+        grader, version = manager_version(self.config.reward_model)
         totals = rewards.sum(-1).tolist()
+        errors = extra.pop(GRADER_ERROR, [None] * len(self.rows))
         samples = []
         for index, row in enumerate(self.rows):
+            status = ("error", str(errors[index])) if errors[index] else ("ok", "")
             numbers, texts = {"score": totals[index]}, {}
             for key, values in extra.items():
                 value = values[index]
@@ -125,7 +130,7 @@ class PendingRewards:
                     numbers[key] = float(value)
                 else:
                     texts[key] = None if value is None else str(value)
-            result = ScoringResult(numbers, parse=texts, seconds=seconds, function=grader, version=version)
+            result = ScoringResult(numbers, *status, texts, seconds, grader, version)
             samples.append(GradedSample(*row, result))
         return Scores(rewards, graded_parts([sample.result for sample in samples]), samples)
 
@@ -172,9 +177,9 @@ def reward_problem(rewards: Any, extra: Mapping[str, Any], shape: tuple[int, int
     return None
 
 
-def manager_version(name: str) -> tuple[RewardFunctionSpec, str]:
+def manager_version(config: RewardModelConfig) -> tuple[RewardFunctionSpec, str]:
     """The file and the name of a manager's class, and the first 16 digits of the SHA-256 of the file."""
-    manager_class = get_reward_manager_cls(name)
+    manager_class = reward_manager_class(config)
     path = Path(inspect.getfile(manager_class))
     return RewardFunctionSpec(str(path), manager_class.__name__), hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
@@ -182,7 +187,8 @@ def manager_version(name: str) -> tuple[RewardFunctionSpec, str]:
 class _ManagerProcess:
     """Runs as a Ray actor."""
 
-    def __init__(self, config: PPOTrainerConfig) -> None:
+    def __init__(self, config: PPOTrainerConfig, folder: str) -> None:
+        os.chdir(folder)  # the driver's, from where relative paths of the config count
         models = config.actor_rollout_ref
         import_external_libs(models.model.external_lib)
         tokenizer, kwargs = hf_tokenizer(models.model.path), config.reward_model.reward_kwargs

@@ -51,6 +51,7 @@ def learning_settings(config: PPOTrainerConfig) -> dict[str, Any]:
     }
     found |= {
         "reward_model.reward_manager": reward.reward_manager,
+        "reward_model.manager_path": (spec := reward.manager_spec) and [_file(spec.path), spec.name],
         "reward_model.reward_kwargs": reward.reward_kwargs,
         "reward_model.overlong_buffer": asdict(reward.overlong_buffer),
         "data.train_files": [_file(path) for path in file_list(config.data.train_files)],

@@ -17,7 +17,7 @@ def finished(result: Any) -> Any:
     """``result`` of a reward function; one that is awaitable is waited for."""
     if not inspect.isawaitable(result):
         return result
-    return asyncio.run_coroutine_threadsafe(awaited(result), _running_loop()).result()
+    return asyncio.run_coroutine_threadsafe(awaited(result), shared_loop()).result()
 
 
 async def awaited(result: Any) -> Any:
@@ -25,7 +25,8 @@ async def awaited(result: Any) -> Any:
 
 
 @functools.cache
-def _running_loop() -> asyncio.AbstractEventLoop:
+def shared_loop() -> asyncio.AbstractEventLoop:
+    """The loop of this process, which runs."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="reward-functions", daemon=True).start()
     return loop

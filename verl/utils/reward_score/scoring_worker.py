@@ -66,7 +66,7 @@ def _score(
         sys.stdout.flush()  # printing beyond the limit is this answer's failure, not the next one's
     except Exception as error:  # a process edge: any failure of the user's function is this call's, reported by name
         return {"error": _text(error), "seconds": time.perf_counter() - start}
-    return {"results": [_result(result, timeout_s) for result in results], "seconds": time.perf_counter() - start}
+    return {"results": [sample_result(result, timeout_s) for result in results], "seconds": time.perf_counter() - start}
 
 
 def _results(
@@ -95,10 +95,10 @@ def _single(runner: asyncio.Runner, function: RewardFunction, samples: list[list
         return error
 
 
-def _result(result: Any, timeout_s: float) -> dict[str, Any]:
+def sample_result(result: Any, timeout_s: float | None = None) -> dict[str, Any]:
     """One sample's numbers, and the text beside them as ``parse``; ``error`` or ``timeout`` when it has none."""
     if isinstance(result, TimeoutError):
-        return {"timeout": str(result) or f"took more than {timeout_s:g} s"}
+        return {"timeout": str(result) or ("TimeoutError" if timeout_s is None else f"took more than {timeout_s:g} s")}
     try:
         if isinstance(result, BaseException):
             raise result
@@ -111,7 +111,7 @@ def _result(result: Any, timeout_s: float) -> dict[str, Any]:
         if wrong:  # one NaN would make every advantage of its batch NaN
             raise ValueError(f"the reward function returned numbers that are not finite: {wrong}")
         return {"parts": numbers, "parse": {name: _shortened(value) for name, value in texts.items()}}
-    except Exception as error:  # as above, of one sample
+    except (Exception, SystemExit) as error:  # as above, of one sample
         return {"error": _text(error)}
 
 

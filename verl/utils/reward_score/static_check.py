@@ -7,6 +7,7 @@ import inspect
 import tokenize
 from pathlib import Path
 
+from verl.utils.import_utils import MODULE_PREFIX
 from verl.utils.reward_score.functions import RewardFunctionSpec, signature_problem
 
 _KINDS = inspect.Parameter
@@ -17,6 +18,8 @@ def file_problem(spec: RewardFunctionSpec) -> str | None:
 
     A name that the file does not define itself (an import, an assignment) is left to the check that runs the file.
     """
+    if spec.path.startswith(MODULE_PREFIX):
+        return None  # it is found by importing, which the check that runs it does
     path = Path(spec.path).expanduser()
     try:
         with tokenize.open(path) as file:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from verl.utils.import_utils import absolute_file
 from verl.utils.reward_score.functions import RewardFunctionSpec
 from verl.workers.config.keys import NOT_NEGATIVE, Idle, Key, Section, above, at_least, beside, between, key, one_of
 
@@ -18,9 +18,18 @@ _NOT_POOLED = Idle("the reward manager scores in a process of its own", lambda r
 _POOLED = Idle("the reward manager is a built-in one", lambda run, own: own.is_pooled)
 _NO_PENALTY = Idle(
     "the overlong buffer is not enabled",
-    lambda run, own: not any(run.reward_model.contradictions("")) and not run.reward_model.overlong.enable,
+    lambda run, own: (
+        getattr(own, "is_pooled", True)  # the keyword arguments of a user's manager are its own
+        and not (any(run.reward_model.contradictions("")) or run.reward_model.overlong.enable)
+    ),
 )
 _NO_FUNCTION = beside("path", None)
+_REGISTERED = beside("manager_source", "register")
+
+
+def _names(older: str, newer: str) -> dict[str, str]:
+    """Upstream's two names of a key about the class of the manager."""
+    return {"0.7.0": f"reward_loop_{older}", "0.9.0": f"../reward.reward_manager.{newer}"}
 
 
 @dataclass(frozen=True)
@@ -45,14 +54,21 @@ class RewardModelConfig(Section):
 
     #: name of the reward manager. ``naive`` scores in processes; ``prime``, ``dapo`` and ``batch`` are upstream's names
     #: for it, and ``batch`` requires batched functions. A name that a module of
-    #: ``actor_rollout_ref.model.external_lib`` registers scores whole batches in a process of its own.
+    #: ``actor_rollout_ref.model.external_lib`` registers scores in a process of its own.
     reward_manager: str = "naive"
+    #: ``importlib`` takes the class of the manager from ``manager_path``; ``register`` looks its name up.
+    manager_source: str = key("register", one_of("register", "importlib"), names=_names("source", "source"))
+    #: Python file of the class, or ``pkg://package.module``.
+    manager_path: str | None = key(None, _REGISTERED, is_path=True, names=_names("module_path", "module.path"))
+    #: name of the class there; absent means ``reward_manager``.
+    manager_class: str | None = key(None, _REGISTERED, names={"0.7.0": "reward_loop_class_name"})
     num_workers: int = key(2, at_least(1), _NOT_POOLED)  #: scoring processes.
     #: wall-clock seconds of one call of a reward function; a batched function has them for its whole batch.
     timeout_s: float = key(10.0, above(0), _NOT_POOLED)
     batch_size: int = key(64, at_least(1), _NOT_POOLED)  #: the most samples in one call of a batched function.
-    #: the most samples of an ``async def`` function that one process scores at the same time.
-    max_concurrent: int = key(16, at_least(1), _NOT_POOLED)
+    #: the most samples of an ``async def`` function, or of a manager's ``run_single``, that one process scores at the
+    #: same time.
+    max_concurrent: int = key(16, at_least(1))
     #: MiB of address space of each scoring process, in which a reward function's own model must fit; 0 sets no limit.
     memory_limit_mb: int = key(16384, NOT_NEGATIVE, _NOT_POOLED)
     #: the run stops when more than this share of a step's or a validation's samples cannot be graded, and always when
@@ -70,7 +86,14 @@ class RewardModelConfig(Section):
     @property
     def is_pooled(self) -> bool:
         """Whether the scoring processes do the work of the manager, which is then one of upstream's."""
-        return self.reward_manager in POOLED
+        return self.manager_source == "register" and self.reward_manager in POOLED
+
+    @property
+    def manager_spec(self) -> RewardFunctionSpec | None:
+        """File and name of the manager's class, whose arguments the spec leaves out; None for a registered one."""
+        if self.manager_source == "register":
+            return None
+        return RewardFunctionSpec(absolute_file(self.manager_path or ""), self.manager_class or self.reward_manager)
 
     @property
     def overlong(self) -> OverlongBufferConfig:
@@ -79,6 +102,8 @@ class RewardModelConfig(Section):
         return self.overlong_buffer if given is None else OverlongBufferConfig(**given)
 
     def contradictions(self, where: str) -> Iterator[str]:
+        if self.manager_source == "importlib" and self.manager_path is None:
+            yield f"{where}.manager_source is importlib, but manager_path, the file of the class, is not given"
         if not self.is_pooled:
             return  # they are the manager's own
         where = f"{where}.reward_kwargs"
@@ -136,7 +161,7 @@ class CustomRewardFunctionConfig(Section):
 
 def _spec(path: str, name: str, kwargs: dict[str, Any]) -> RewardFunctionSpec:
     """The function with its absolute path, by which the ledger names it."""
-    return RewardFunctionSpec(str(Path(path).expanduser().absolute()), name, dict(kwargs))
+    return RewardFunctionSpec(absolute_file(path), name, dict(kwargs))
 
 
 def _section_problems(where: str, section: Any) -> Iterator[str]:

@@ -61,7 +61,7 @@ class NaiveRewardManager(AbstractRewardManager):
             scores, extra = self._rewards(samples, results)
             if self.adds_acc:
                 data.batch["acc"] = torch.tensor(scores, dtype=torch.float32)
-            rewards = rewards_on_last_tokens(scores, samples, data)
+            rewards = rewards_on_last_tokens(scores, [sample.length for sample in samples], data)
         return {"reward_tensor": rewards, "reward_extra_info": extra} if return_dict else rewards
 
     def _grade(self, samples: Sequence[GradingSample]) -> list[Any]:

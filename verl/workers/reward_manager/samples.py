@@ -79,11 +79,11 @@ def extra_info_of(results: Sequence[Any]) -> dict[str, list[Any]]:
     return dict(extra)
 
 
-def rewards_on_last_tokens(rewards: Sequence[float], samples: Sequence[GradingSample], data: DataProto) -> Tensor:
+def rewards_on_last_tokens(rewards: Sequence[float], lengths: Sequence[int], data: DataProto) -> Tensor:
     """float32 [B, R] with each reward on the last token of its response."""
     scores = torch.zeros(data.batch["responses"].shape, dtype=torch.float32)
-    for row, (reward, sample) in enumerate(zip(rewards, samples, strict=True)):
-        scores[row, max(sample.length - 1, 0)] = reward
+    for row, (reward, length) in enumerate(zip(rewards, lengths, strict=True)):
+        scores[row, max(length - 1, 0)] = reward
     return scores
 
 
