@@ -161,3 +161,123 @@ def test_a_reward_function_of_each_sort_and_a_filter(
     groups = (tmp_path / "filters.seen").read_text().split()
     assert len(groups) == 2 * config.data.train_batch_size
     assert set(groups) == {str(config.actor_rollout_ref.rollout.n)}
+
+
+NEWER = """
+from verl.trainer.ppo.core_algos import agg_loss, register_adv_est, register_policy_loss
+import numpy as np
+import torch
+
+
+@register_adv_est("less_the_mean")
+def less_the_mean(
+    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: np.ndarray, epsilon: float = 1e-6,
+    config=None, **kwargs
+):
+    scores = token_level_rewards.sum(dim=-1)
+    groups = {name: scores[torch.from_numpy(index == name)] for name in set(index)}
+    centred = torch.stack([score - groups[name].mean() for score, name in zip(scores, index)])
+    if config.get("norm_adv_by_std_in_grpo", True) and config.norm_adv_by_std_in_grpo:
+        centred = centred / (torch.stack([groups[name].std() for name in index]) + epsilon)
+    return centred[:, None] * response_mask, centred[:, None] * response_mask
+
+
+@register_policy_loss("clipped")
+def clipped(
+    old_log_prob, log_prob, advantages, response_mask, loss_agg_mode="token-mean", config=None, rollout_is_weights=None
+):
+    assert not config.policy_loss.get("unknown", None) and config.clip_ratio == config["clip_ratio"]
+    ratio = torch.exp(torch.clamp(log_prob - old_log_prob, min=-20.0, max=20.0))
+    losses = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - config.clip_ratio, 1 + config.clip_ratio))
+    losses = losses if rollout_is_weights is None else losses * rollout_is_weights
+    loss = agg_loss(loss_mat=losses, loss_mask=response_mask, loss_agg_mode=loss_agg_mode)
+    return loss, {"actor/mean_ratio": ratio.mean().detach().item()}
+"""
+CHATS = """
+import pyarrow.parquet
+from torch.utils.data import Dataset
+
+
+class Chats(Dataset):
+    def __init__(self, data_files, tokenizer, config, processor=None, max_samples=-1):
+        files = [data_files] if isinstance(data_files, str) else data_files
+        self.prompt_key = config.prompt_key
+        self.rows = [row for file in files for row in pyarrow.parquet.read_table(file).to_pylist()]
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, item):
+        row = dict(self.rows[item])
+        row["raw_prompt"] = row.pop(self.prompt_key)
+        return {**row, "index": item, "agent_name": "single_turn_agent", "tools_kwargs": {}, "interaction_kwargs": {}}
+"""
+GRADER = """
+import asyncio
+import inspect
+
+from verl import DataProto
+from verl.experimental.reward_loop.reward_manager import register
+from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
+
+
+async def compute_score(data_source, solution_str, ground_truth, extra_info):
+    await asyncio.sleep(0.01)
+    return {"score": len(solution_str) % 3, "of_row": extra_info["index"]}
+
+
+class Scaled(RewardManagerBase):
+    def __init__(self, config, tokenizer, compute_score, reward_router_address=None, reward_model_tokenizer=None):
+        super().__init__(config, tokenizer, compute_score)
+        self.is_async_reward_score = inspect.iscoroutinefunction(self.compute_score)
+        self.scale = config.reward.get("reward_kwargs", {}).get("scale", 1.0)
+
+    async def run_single(self, data: DataProto) -> dict:
+        assert len(data) == 1 and self.is_async_reward_score
+        item = data[-1]
+        ids = item.batch["responses"]
+        length = item.batch["attention_mask"][-ids.shape[-1] :].sum()
+        decode = lambda: self.tokenizer.decode(ids[:length], skip_special_tokens=True)
+        result = await self.compute_score(
+            data_source=item.non_tensor_batch["data_source"],
+            solution_str=await self.loop.run_in_executor(None, decode),
+            ground_truth=item.non_tensor_batch["reward_model"]["ground_truth"],
+            extra_info=item.non_tensor_batch.get("extra_info", {}) | {"index": item.non_tensor_batch["index"]},
+        )
+        return {"reward_score": self.scale * result["score"], "reward_extra_info": {**result, "acc": result["score"]}}
+"""
+
+
+@pytest.mark.slow  # tests/verl/test_sample_managers.py, test_data.py and test_plugins.py have each alone
+def test_plug_ins_of_verl_0_9_together(local_ray: None, converted: Prepared, tmp_path: Path) -> None:
+    """Data set of chats, estimator, policy loss, an async reward function and a manager of samples by its file."""
+    for name, text in (("algorithms", NEWER), ("chats", CHATS), ("grader", GRADER)):
+        (tmp_path / f"{name}.py").write_text(text)
+    config = in_process_config(
+        converted,
+        tmp_path,
+        2,
+        2,
+        override("actor_rollout_ref.model.external_lib", tmp_path / "algorithms.py"),
+        "algorithm.adv_estimator=less_the_mean",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=clipped",
+        "reward.reward_manager.source=importlib",
+        override("reward.reward_manager.module.path", tmp_path / "grader.py"),
+        "reward.reward_manager.name=Scaled",
+        "+reward_model.reward_kwargs.scale=0.5",
+        override("custom_reward_function.path", tmp_path / "grader.py"),
+        f"data.custom_cls={{path:{tmp_path / 'chats.py'},name:Chats}}",
+        "trainer.logger=[console,file]",
+        "trainer.val_before_train=False",
+        "trainer.test_last=False",
+    )
+    assert preflight_problems(config) == []
+    fit(config)
+    rows = [row for row in read_metrics(tmp_path) if row["step"]]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(row["actor/grad_norm"] > 0 and math.isfinite(row["actor/pg_loss"]) for row in rows)
+    assert all("actor/mean_ratio" in row and row["reward/ungraded"] == 0 for row in rows)
+    for step in (1, 2):
+        for line in map(json.loads, (tmp_path / "reward_ledger" / f"step_{step}.jsonl").read_text().splitlines()):
+            assert line["grader"]["name"] == "Scaled" and line["parts"]["acc"] == len(line["response"]) % 3
+            assert line["parts"]["of_row"] >= 0 and line["prompt"]
