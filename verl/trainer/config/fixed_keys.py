@@ -191,6 +191,7 @@ _TABLE: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     ("async_training", "use_trainer_do_validate", _FLAG, "the ranks that generate validate too"),
     ("distillation", "enabled", (False,), _NO_TEACHER),
     ("distillation", "*", _ANY, _NO_TEACHER),
+    ("reward.reward_manager", "module.name", _ANY, "a module needs no name; reward.reward_manager.name is the class"),
     ("reward.reward_model", "enable", (False,), _NO_REWARD_NETWORK),
     ("reward.reward_model", "*", _ANY, _NO_REWARD_NETWORK),
     ("*sandbox_fusion", "url", (None,), "programs run in this machine's sandbox"),

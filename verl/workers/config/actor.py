@@ -155,6 +155,11 @@ class ActorConfig(Section):
     router_replay: RouterReplayConfig = key(RouterReplayConfig)
     profiler: ProfilerConfig = key(ProfilerConfig, NO_PROFILER)
 
+    @property
+    def global_batch_info(self) -> dict[str, Any]:
+        """What losses of v0.9.0 hand on to ``agg_loss``: nothing, as it knows the batch here."""
+        return {}
+
     def shuffle_seed(self, global_step: int, epoch: int = 0) -> int:
         """Seed of the order of rows in a step's mini-batches, and of the mini-batches in each epoch."""
         return self.data_loader_seed + global_step * 1009 + epoch
