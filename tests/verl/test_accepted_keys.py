@@ -216,6 +216,9 @@ def test_every_key_that_has_another_place_arrives_there() -> None:
         assert all(_taken(f"+{key}={value}")[key] == reason for value in values)
         with_cuda = _taken(f"+{key}={values[0]}", "trainer.device=cuda", "actor_rollout_ref.actor.use_kl_loss=True")
         assert (key in with_cuda) == (key in REPLACED_VALUES)
+    fades = load_config(["+actor_rollout_ref.actor.tau_pos=1.5", "+actor_rollout_ref.actor.policy_loss.tau_neg=2"])
+    assert fades.actor_rollout_ref.actor.policy_loss.tau_pos == 1.5
+    assert fades.actor_rollout_ref.actor.policy_loss.tau_neg == 2
     with pytest.raises(ConfigError, match="swap_optimizer is False and .*swap_optimizer is True, which mean the same"):
         load_config([f"+{OVERRIDE}.swap_optimizer=False", f"{ACTOR}.swap_optimizer=True"])
     with pytest.raises(ConfigError, match="the reference starts from the actor's weights"):
