@@ -302,6 +302,10 @@ def test_max_position_embeddings_can_only_be_lowered(tmp_path: Path) -> None:
         (f"{ACTOR}.dtype=float16", "no float16 training"),
         ("actor_rollout_ref.rollout.dtype=float16", "no float16 training"),
         ("algorithm.adv_estimator=gae", "needs the values of a critic network, and there is none"),
+        ("algorithm.adv_estimator=remax", "needs the reward of a greedy response to every prompt"),
+        ("algorithm.adv_estimator=optimal_token_baseline", "needs the sum of squared probabilities at every token"),
+        ("algorithm.adv_estimator=gdpo", "gdpo_reward_keys is empty"),
+        ("algorithm={adv_estimator:gdpo,gdpo_reward_keys:[a],use_kl_in_reward:True}", "gdpo reads only the parts"),
     ],
 )
 def test_a_value_that_asks_for_what_is_not_there_is_refused_by_name(given: str, missing: str) -> None:

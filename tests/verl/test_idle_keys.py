@@ -59,6 +59,7 @@ CASES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     (f"{CORRECTION}.rollout_rs_threshold=3", (), (f"{CORRECTION}.rollout_rs=token",)),
     (f"{ACTOR}.policy_loss.tau_pos=2", (), (f"{LOSS}=sapo",)),
     (f"+{ACTOR}.clip_ratio_high=0.3", (f"{LOSS}=sapo",), (f"{LOSS}=dppo_tv",)),
+    ("algorithm.gdpo_reward_keys=[form]", (), (f"{ESTIMATOR}=gdpo",)),
     (f"{FILTERS}.metric=acc", (), (f"{FILTERS}.enable=True",)),
     (
         f"{MODEL}.gradient_checkpointing_kwargs.activations_checkpoint_num_layers=2",

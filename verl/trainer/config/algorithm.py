@@ -20,11 +20,16 @@ _NO_THRESHOLD = Idle(
     "{where} has no rollout_is",
     lambda run, own: not own.rollout_is and not (own.rollout_rs and own.rollout_rs_threshold is None),
 )
+_NOT_GDPO = Idle(
+    "only the estimator gdpo has it",
+    lambda run, own: own.adv_estimator in (*_DIVIDE_BY_STD, *_BASELINES, "reinforce_plus_plus"),
+)
 _NO_DISCOUNT = Idle(
-    "the estimator discounts nothing", lambda run, own: own.adv_estimator in (*_DIVIDE_BY_STD, *_BASELINES)
+    "the estimator discounts nothing", lambda run, own: own.adv_estimator in (*_DIVIDE_BY_STD, *_BASELINES, "gdpo")
 )
 _NOT_GRPO = Idle(
-    "the estimator is none of GRPO's", lambda run, own: own.adv_estimator in (*_BASELINES, "reinforce_plus_plus")
+    "the estimator is none of GRPO's",
+    lambda run, own: own.adv_estimator in (*_BASELINES, "reinforce_plus_plus", "gdpo"),
 )
 
 
@@ -134,8 +139,16 @@ class AlgorithmSection(Section):
     #: estimator of that KL; ``k1`` equals ``kl``, ``k2`` equals ``mse``, ``k3`` equals ``low_var_kl``.
     kl_penalty: str = key("kl", one_of(*KL_TYPES), beside("use_kl_in_reward", False))
     kl_ctrl: KLControlConfig = key(KLControlConfig, beside("use_kl_in_reward", False))
+    #: the parts of the reward, by name, that ``gdpo`` normalises one by one.
+    gdpo_reward_keys: list[str] = key(list, _NOT_GDPO)
     filter_groups: FilterGroupsConfig = key(FilterGroupsConfig)
     rollout_correction: RolloutCorrectionSection = key(RolloutCorrectionSection)
+
+    def contradictions(self, where: str) -> Iterator[str]:
+        if self.adv_estimator == "gdpo" and not self.gdpo_reward_keys:
+            yield f"{where}.gdpo_reward_keys is empty; name the parts of the reward that gdpo normalises"
+        if self.adv_estimator == "gdpo" and self.use_kl_in_reward:
+            yield f"{where}.use_kl_in_reward is True, but gdpo reads only the parts of the reward; use a KL loss"
 
 
 @dataclass(frozen=True)
