@@ -21,8 +21,13 @@ _LOSSES = ("vanilla", "gspo", "cispo", "gpg", "clip_cov", "kl_cov", "geo_mean", 
 _SWITCH = Values("expected one of auto, true, false", lambda value: value.lower() in ("auto", "true", "false"))
 
 
+def _is_reinforce(run: Any, own: Any) -> Any:
+    return run.algorithm.rollout_correction.is_reinforce
+
+
 def _mode(run: Any) -> Any:
-    return run.actor_rollout_ref.actor.policy_loss.loss_mode
+    """The loss of the run; ``reinforce`` is that of ``gpg``."""
+    return "gpg" if _is_reinforce(run, None) else run.actor_rollout_ref.actor.policy_loss.loss_mode
 
 
 def _only_of(name: str) -> Idle:
@@ -83,7 +88,9 @@ class PolicyLossConfig(Section):
 
     #: registered name of the loss: PPO's clipped loss (``vanilla``), ``gspo``, ``cispo``, ``gpg``, ``clip_cov``,
     #: ``kl_cov``, ``geo_mean``, ``sapo``, ``dppo_tv``, or one of the user's.
-    loss_mode: str = "vanilla"
+    loss_mode: str = key(
+        "vanilla", Idle("algorithm.rollout_correction.loss_type is reinforce, a loss of its own", _is_reinforce)
+    )
     #: the share of tokens that ``clip_cov`` takes out of the loss, at least one token.
     clip_cov_ratio: float = key(0.0002, between(0, 1), _only_of("clip_cov"))
     clip_cov_lb: float = key(1.0, _only_of("clip_cov"))  #: the lowest covariance of such a token.
