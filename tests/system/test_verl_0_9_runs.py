@@ -141,7 +141,7 @@ SCRIPTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def _arguments(name: str) -> tuple[str, list[str]]:
-    lines = (line for line in (FOLDER / f"v0_9_{name}.args").read_text().splitlines() if line[0] != "#")
+    lines = (line for line in (FOLDER / "v0_9" / f"{name}.args").read_text().splitlines() if line[0] != "#")
     module, *arguments = lines
     return module, arguments
 

@@ -48,7 +48,7 @@ def test_every_meaning_stands_above_its_key() -> None:
         ("actor_rollout_ref.actor.megatron.context_parallel_size", "at least 1"),
         (
             "actor_rollout_ref.actor.policy_loss.loss_mode",
-            "cispo, clip_cov, geo_mean, gpg, gspo, kl_cov, vanilla, "
+            "cispo, clip_cov, dppo_tv, geo_mean, gpg, gspo, kl_cov, sapo, vanilla, "
             "or a name that a module of actor_rollout_ref.model.external_lib registers",
         ),
         ("trainer.save_freq", "above 0, or -1 for never"),

@@ -216,6 +216,9 @@ def test_every_key_that_has_another_place_arrives_there() -> None:
         assert all(_taken(f"+{key}={value}")[key] == reason for value in values)
         with_cuda = _taken(f"+{key}={values[0]}", "trainer.device=cuda", "actor_rollout_ref.actor.use_kl_loss=True")
         assert (key in with_cuda) == (key in REPLACED_VALUES)
+    fades = load_config(["+actor_rollout_ref.actor.tau_pos=1.5", "+actor_rollout_ref.actor.policy_loss.tau_neg=2"])
+    assert fades.actor_rollout_ref.actor.policy_loss.tau_pos == 1.5
+    assert fades.actor_rollout_ref.actor.policy_loss.tau_neg == 2
     with pytest.raises(ConfigError, match="swap_optimizer is False and .*swap_optimizer is True, which mean the same"):
         load_config([f"+{OVERRIDE}.swap_optimizer=False", f"{ACTOR}.swap_optimizer=True"])
     with pytest.raises(ConfigError, match="the reference starts from the actor's weights"):
@@ -299,6 +302,10 @@ def test_max_position_embeddings_can_only_be_lowered(tmp_path: Path) -> None:
         (f"{ACTOR}.dtype=float16", "no float16 training"),
         ("actor_rollout_ref.rollout.dtype=float16", "no float16 training"),
         ("algorithm.adv_estimator=gae", "needs the values of a critic network, and there is none"),
+        ("algorithm.adv_estimator=remax", "needs the reward of a greedy response to every prompt"),
+        ("algorithm.adv_estimator=optimal_token_baseline", "needs the sum of squared probabilities at every token"),
+        ("algorithm.adv_estimator=gdpo", "gdpo_reward_keys is empty"),
+        ("algorithm={adv_estimator:gdpo,gdpo_reward_keys:[a],use_kl_in_reward:True}", "gdpo reads only the parts"),
     ],
 )
 def test_a_value_that_asks_for_what_is_not_there_is_refused_by_name(given: str, missing: str) -> None:

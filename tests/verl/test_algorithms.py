@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.verl.advantages import estimate_advantages
+from verl.protocol import DataProto
 from verl.trainer.config import AlgoConfig
 from verl.trainer.config.algorithm import KLControlConfig
 from verl.trainer.ppo.core_algos import (
@@ -22,6 +23,8 @@ from verl.trainer.ppo.core_algos import (
     token_loss_weights,
 )
 from verl.trainer.ppo.policy_losses import token_form
+from verl.trainer.ppo.scores import REWARD_PARTS
+from verl.trainer.ppo.step_functions import compute_advantage
 from verl.workers.config import ActorConfig
 from verl.workers.config.actor import KL_TYPES, LOSS_AGG_MODES
 
@@ -53,6 +56,33 @@ def test_grpo_is_the_score_whitened_in_its_group() -> None:
         assert torch.allclose(advantages[row], expected * mask[row], atol=1e-5)
     assert torch.equal(advantages, returns)
     assert advantages[2].abs().max() == 0  # equal scores in a group teach nothing
+
+
+def test_gdpo_normalises_each_part_in_its_group_and_their_sum_over_the_batch() -> None:
+    rewards, mask = _batch()
+    random = np.random.default_rng(0)
+    parts = {"right": random.integers(0, 2, 6).astype(float), "form": 100 * random.normal(size=6), "other": np.ones(6)}
+    parts["right"][3] = np.nan  # it could not be graded
+    total = np.zeros(6)
+    for name in ("right", "form"):
+        values = np.where(np.isnan(parts[name]), 0.0, parts[name])
+        for group in set(GROUPS):
+            rows = [row for row, other in enumerate(GROUPS) if other == group]
+            members = values[rows]
+            normalised = (members - members.mean()) / (members.std(ddof=1) + 1e-6) if len(rows) > 1 else members
+            total[rows] += normalised
+    expected = (total - total.mean()) / (total.std(ddof=1) + 1e-6)
+    batch = DataProto.from_dict({"token_level_rewards": rewards, "response_mask": mask}, {"uid": np.array(GROUPS)})
+    batch.non_tensor_batch[REWARD_PARTS] = np.array(
+        [{name: values[row] for name, values in parts.items()} for row in range(6)], dtype=object
+    )
+    found = compute_advantage(batch, "gdpo", config=AlgoConfig(gdpo_reward_keys=["right", "form"])).batch
+    np.testing.assert_allclose(found["advantages"].numpy(), expected[:, None] * mask.numpy(), atol=1e-5)
+    assert np.abs(expected).max() > 0.5
+    with pytest.raises(
+        ValueError, match="gdpo_reward_keys has 'rihgt'; the parts of the reward are form, other, right"
+    ):
+        compute_advantage(batch, "gdpo", config=AlgoConfig(gdpo_reward_keys=["rihgt"]))
 
 
 def test_dr_grpo_only_centres() -> None:
@@ -100,7 +130,7 @@ def test_discounted_returns() -> None:
 
 
 def test_unknown_and_doubly_registered_estimators_are_errors() -> None:
-    with pytest.raises(ValueError, match="known: gae, gpg, grpo"):
+    with pytest.raises(ValueError, match="known: gae, gdpo, gpg, grpo"):
         get_adv_estimator_fn("absent")
     with pytest.raises(ValueError, match="registered already"):
         register_adv_est("grpo")(lambda **_: (torch.zeros(1), torch.zeros(1)))

@@ -208,3 +208,10 @@ def test_engine_knobs_of_the_device_pass() -> None:
         )
         == []
     )
+
+
+def test_gdpo_does_not_lose_the_penalty_of_long_responses() -> None:
+    given = ["algorithm.adv_estimator=gdpo", "reward_model.overlong_buffer={enable:True,len:9,log:True}"]
+    for keys, is_told in (("[acc]", True), ("[acc,overlong_reward]", False)):
+        problems = "\n".join(validate_config(load_config([*given, f"algorithm.gdpo_reward_keys={keys}"])))
+        assert ("lacks overlong_reward" in problems) == is_told

@@ -19,6 +19,7 @@ LOSS, ESTIMATOR = f"{ACTOR}.policy_loss.loss_mode", "algorithm.adv_estimator"
 DYNAMIC, KL = f"{ACTOR}.use_dynamic_bsz=True", f"{ACTOR}.use_kl_loss=True"
 OLD = f"{ACTOR}.recompute_old_log_prob=True"
 FULL = f"{OVERRIDE}.recompute_granularity=full"
+BYPASS = "algorithm.rollout_correction.bypass_mode=True"
 CORRECTION, FILTERS = "algorithm.rollout_correction", "algorithm.filter_groups"
 # (a key with a value, settings under which it changes nothing, settings under which it acts)
 CASES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
@@ -57,6 +58,12 @@ CASES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     (f"{CORRECTION}.rollout_is_threshold=3", (), (f"{CORRECTION}.rollout_is=token",)),
     (f"{CORRECTION}.rollout_is_threshold=3", (), (f"{CORRECTION}.rollout_rs=token",)),
     (f"{CORRECTION}.rollout_rs_threshold=3", (), (f"{CORRECTION}.rollout_rs=token",)),
+    (f"{CORRECTION}.loss_type=reinforce", (), (f"{CORRECTION}.bypass_mode=True",)),
+    (f"{CORRECTION}.rollout_is=token", (BYPASS,), (BYPASS, f"{CORRECTION}.loss_type=reinforce")),
+    (f"{LOSS}=gspo", (BYPASS, f"{CORRECTION}.loss_type=reinforce"), (BYPASS,)),
+    (f"{ACTOR}.policy_loss.tau_pos=2", (), (f"{LOSS}=sapo",)),
+    (f"+{ACTOR}.clip_ratio_high=0.3", (f"{LOSS}=sapo",), (f"{LOSS}=dppo_tv",)),
+    ("algorithm.gdpo_reward_keys=[form]", (), (f"{ESTIMATOR}=gdpo",)),
     (f"{FILTERS}.metric=acc", (), (f"{FILTERS}.enable=True",)),
     (
         f"{MODEL}.gradient_checkpointing_kwargs.activations_checkpoint_num_layers=2",

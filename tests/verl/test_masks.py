@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from tests.megatron.model_helpers import one_process_groups
 from verl.protocol import DataProto
-from verl.trainer.config.algorithm import RolloutCorrectionSection
+from verl.trainer.config.algorithm import AlgorithmSection, RolloutCorrectionSection
 from verl.trainer.ppo import core_algos, metric_utils, rollout_correction
 from verl.trainer.ppo.algos import ESTIMATORS
 from verl.trainer.ppo.filter_groups import groups_of
@@ -85,9 +86,10 @@ def test_of_every_advantage_estimator(name: str) -> None:
                 "values": given["values"],
                 "reward_baselines": torch.arange(4.0),
             },
-            {"uid": UID},
+            {"uid": UID, REWARD_PARTS: np.array([{"form": float(row)} for row in range(4)], dtype=object)},
         )
-        found = compute_advantage(batch, name, gamma=0.9, lam=0.8).batch
+        section = AlgorithmSection(gdpo_reward_keys=["form"])
+        found = compute_advantage(batch, name, gamma=0.9, lam=0.8, config=section).batch
         return {key: found[key] for key in ("advantages", "returns")}
 
     _same(compute)

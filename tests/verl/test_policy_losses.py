@@ -13,7 +13,7 @@ from verl.trainer.ppo.policy_losses.registry import TokenLossFn, token_form
 from verl.workers.config import ActorConfig
 from verl.workers.config.actor import PolicyLossConfig
 
-LOSS_MODES = ("cispo", "geo_mean", "gpg", "gspo", "vanilla")
+LOSS_MODES = ("cispo", "dppo_tv", "geo_mean", "gpg", "gspo", "sapo", "vanilla")
 ROWS, WIDTH = 12, 9
 LOW, HIGH, BOUND = 0.2, 0.28, 3.0
 # Of arrays [B, R]: old log-probs, log-probs, advantages, mask -> loss of each token whose mean over the tokens of a
@@ -65,6 +65,27 @@ def gpg(old: np.ndarray, new: np.ndarray, advantages: np.ndarray, mask: np.ndarr
     return -advantages * new * mask
 
 
+def sapo(old: np.ndarray, new: np.ndarray, advantages: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    loss = np.empty_like(new)
+    for at in np.ndindex(new.shape):
+        ratio, advantage = np.exp(new[at] - old[at]), advantages[at]
+        tau = 1.0 if advantage > 0 else 1.05
+        loss[at] = -4 / tau / (1 + np.exp(-tau * (ratio - 1))) * advantage
+    return loss * mask
+
+
+def dppo_tv_at(masks_from: np.ndarray) -> Formula:
+    """The mask is a constant: that of the log-probs ``masks_from``."""
+
+    def dppo_tv(old: np.ndarray, new: np.ndarray, advantages: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        p, q = np.exp(masks_from), np.exp(old)
+        far = np.abs(p - q) > np.where(p > q, HIGH, LOW)  # the total variation of (p, 1 - p) and (q, 1 - q)
+        away = (advantages > 0) & (p / q > 1) | (advantages < 0) & (p / q < 1)
+        return -np.exp(new - old) * advantages * mask * ~(far & away)
+
+    return dppo_tv
+
+
 def cispo_at(weights_from: np.ndarray) -> Formula:
     """The weights are constants: those of the log-probs ``weights_from``."""
 
@@ -79,6 +100,8 @@ def _formula(mode: str, new: np.ndarray) -> Formula:
         "vanilla": ppo,
         "gspo": gspo,
         "cispo": cispo_at(new),
+        "sapo": sapo,
+        "dppo_tv": dppo_tv_at(new),
         "geo_mean": geo_mean,
         "gpg": gpg,
     }
@@ -153,6 +176,7 @@ def test_what_is_clipped() -> None:
     assert found["vanilla"].is_clipped_lower.tolist() == [False, False, False, True]
     assert found["gspo"].is_clipped.tolist() == [False, True, True, False]
     assert found["cispo"].is_clipped.tolist() == [False, True, True, True]
+    assert not found["sapo"].is_clipped.any() and found["dppo_tv"].is_clipped.tolist() == [False, True, True, False]
     assert not found["gspo"].is_clipped_lower.any() and not found["cispo"].is_clipped_lower.any()
     for losses in found.values():
         assert torch.allclose(losses.approx_kl, -ratio.log())
@@ -177,7 +201,9 @@ def test_huge_ratios_stay_finite(mode: str) -> None:
 
 
 def test_unknown_and_doubly_registered_losses_are_errors() -> None:
-    with pytest.raises(ValueError, match="'absent'; known: cispo, clip_cov, geo_mean, gpg, gspo, kl_cov, vanilla"):
+    with pytest.raises(
+        ValueError, match="'absent'; known: cispo, clip_cov, dppo_tv, geo_mean, gpg, gspo, kl_cov, sapo"
+    ):
         get_policy_loss_fn("absent")
     with pytest.raises(ValueError, match="registered already"):
         register_policy_loss("gspo")(get_policy_loss_fn("vanilla"))

@@ -148,7 +148,7 @@ def test_everything_that_is_missing_is_listed_together(keys: dict[str, Any], tmp
     broken.write_text("raise SystemExit('usage: reward.py DATA')\n")
     text = "\n".join(preflight_problems(_config(keys)))
     assert f"custom_reward_function: {broken} cannot be imported: SystemExit: usage: reward.py DATA" in text
-    assert "reward_manager is 'absent'; expected one of batch, dapo, naive, prime" in "\n".join(
+    assert "reward_manager is 'absent'; expected one of batch, dapo, gdpo, naive, prime" in "\n".join(
         validate_config(_config(keys))
     )
     assert "trainer.report_dir" in text and "is a file" in text
@@ -204,7 +204,7 @@ def test_a_directory_of_the_kernel_is_not_writable() -> None:
 
 
 def test_bad_input_ends_the_command_with_one_screen(keys: dict[str, Any], capsys: pytest.CaptureFixture) -> None:
-    assert main([*(f"{key}={value}" for key, value in keys.items()), "--check", "all"]) == 0
+    assert main([*(f"{key}={value}" for key, value in keys.items()), "-cn", "base", "--check", "all"]) == 0
     assert main(["trainer.n_gpu_per_node=3"]) == EXIT_BAD_INPUT
     shown = capsys.readouterr().err
     assert "nearest known key is trainer.n_gpus_per_node" in shown

@@ -13,8 +13,10 @@ from tests.megatron.model_helpers import one_process_groups
 from tests.parallel.launcher import run_ranks
 from tests.verl.updates import Update, update
 from verl.protocol import DataProto
+from verl.trainer.config.algorithm import RolloutCorrectionSection
 from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
 from verl.trainer.ppo.policy_losses import LOSSES
+from verl.trainer.ppo.rollout_correction import LossCorrection
 from verl.utils.megatron.packed_batch import pack_micro_batch
 from verl.workers.actor.loss_inputs import LossInputs
 from verl.workers.actor.policy_loss import PolicyLoss
@@ -51,6 +53,11 @@ def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
     register_policy_loss(NAME)(clipped)
 
 
+IN_LOSS = LossCorrection(
+    RolloutCorrectionSection(rollout_rs="token_k1,seq_mean_k3", rollout_rs_threshold="0.3_3.0,0.9", bypass_mode=True)
+)
+
+
 def _batch(*, has_correction: bool) -> DataProto:
     """Rows of 5, 2, 0, 3, 1, 4 response tokens."""
     generator = torch.Generator().manual_seed(0)
@@ -63,6 +70,8 @@ def _batch(*, has_correction: bool) -> DataProto:
         "old_log_probs": torch.randn(ROWS, WIDTH, generator=generator),
         "log_probs": torch.randn(ROWS, WIDTH, generator=generator),
     }
+    drift = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+    tensors["rollout_log_probs"] = tensors["log_probs"] + drift
     if has_correction:
         tensors["kept_mask"] = mask * (torch.rand(ROWS, WIDTH, generator=generator) < 0.7)
         tensors["rollout_is_weights"] = torch.rand(ROWS, WIDTH, generator=generator)
@@ -70,7 +79,13 @@ def _batch(*, has_correction: bool) -> DataProto:
 
 
 def _gradient(
-    name: str, mode: str, cut: list[list[int]], *, has_correction: bool, groups: Any
+    name: str,
+    mode: str,
+    cut: list[list[int]],
+    *,
+    has_correction: bool,
+    groups: Any,
+    correction: LossCorrection | None = None,
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """d loss / d log-prob of every token [6, 5] that this rank has, and the metrics of all."""
     config = ActorConfig(
@@ -78,9 +93,9 @@ def _gradient(
     )
     batch = _batch(has_correction=has_correction)
     cpu = torch.device("cpu")
-    loss_of = PolicyLoss(
-        config, LossInputs.from_batch(batch, config, groups, cpu), groups.cp if groups.cp.size() > 1 else None
-    )
+    bypass: Any = {"anchors_on_rollout": correction is not None, "correction": correction}
+    inputs = LossInputs.from_batch(batch, config, groups, cpu, **bypass)
+    loss_of = PolicyLoss(config, inputs, groups.cp if groups.cp.size() > 1 else None)
     log_probs = batch.batch["log_probs"].clone().requires_grad_()
     reports = []
     for rows in cut:
@@ -111,6 +126,21 @@ def test_a_loss_of_rows_is_the_loss_of_tokens_however_it_is_cut(mode: str, has_c
             assert 1 <= of_rows["mine/tokens_of_a_row"] <= 5 and "mine/tokens_of_a_row" not in of_tokens
 
 
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_a_correction_in_the_loss_leaves_the_same_out_of_both_however_they_are_cut(mode: str) -> None:
+    with one_process_groups() as groups:
+        given: Any = {"has_correction": False, "groups": groups, "correction": IN_LOSS}
+        expected, of_tokens = _gradient("vanilla", mode, [[0, 1, 2, 3, 4, 5]], **given)
+        assert 0.1 < of_tokens["rollout_corr/rollout_rs_masked_fraction"] < 0.9
+        assert int((expected == 0).sum()) > int((_batch(has_correction=False).batch["response_mask"] == 0).sum())
+        for cut in ([[3, 5], [2], [0, 1, 4]], [[0], [1], [2], [3], [4], [5], []]):
+            for name in ("vanilla", NAME):
+                found, metrics = _gradient(name, mode, cut, **given)
+                torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+                for key in ("rollout_corr/rollout_rs_masked_fraction", "actor/pg_loss"):
+                    assert metrics[key] == pytest.approx(of_tokens[key], abs=1e-6)
+
+
 def test_ranks_that_share_sequences_get_the_gradient_of_their_tokens() -> None:
     run_ranks(_shared_sequences, 2)
 
@@ -121,6 +151,13 @@ def _shared_sequences() -> None:
     groups = initialize_from_layout(ParallelLayout(world_size=2, context_parallel_size=2))
     for mode in LOSS_AGG_MODES:
         cut = [[3, 5], [2], [0, 1, 4]]
+        given: Any = {"has_correction": False, "groups": groups, "correction": IN_LOSS}
+        (in_loss, its_metrics), (by_rows, metrics_by_rows) = (
+            _gradient(name, mode, cut, **given) for name in ("vanilla", NAME)
+        )
+        torch.testing.assert_close(by_rows, in_loss, atol=1e-6, rtol=1e-5)
+        left_out = "rollout_corr/rollout_rs_masked_fraction"
+        assert metrics_by_rows[left_out] == pytest.approx(its_metrics[left_out], abs=1e-6)
         wanted, of_tokens = _gradient("vanilla", mode, cut, has_correction=True, groups=groups)
         found, of_rows = _gradient(NAME, mode, cut, has_correction=True, groups=groups)
         torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
@@ -136,7 +173,7 @@ def test_what_is_no_loss_is_an_error_that_says_what_to_return(result: Any) -> No
         _gradient("wrong", "token-mean", [[0, 1]], has_correction=False, groups=groups)
 
 
-@pytest.mark.parametrize("mode", ["gpg", "clip_cov", "kl_cov", "geo_mean"])
+@pytest.mark.parametrize("mode", ["gpg", "clip_cov", "kl_cov", "geo_mean", "sapo", "dppo_tv"])
 def test_the_actor_updates_with_the_loss(mode: str) -> None:
     """On a tiny model, with dynamic micro-batches and a KL loss beside."""
     actor = {"policy_loss": PolicyLossConfig(mode), "use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 200}

@@ -60,6 +60,16 @@ ALGORITHMS = {
         correction=RolloutCorrectionSection("token", 1.08, "token", 1.08, 0.93),
         num_rows=24,
     ),
+    "reinforce, corrected in the loss": Update(
+        actor=_algorithm("vanilla", loss_agg_mode="seq-mean-token-mean"),
+        correction=RolloutCorrectionSection(
+            *("geometric", "0.55_4.0", "token_k1,seq_mean_k3", "0.2_4.0,0.6"),
+            bypass_mode=True,
+            loss_type="reinforce",
+            rollout_is_batch_normalize=True,
+        ),
+        num_rows=24,
+    ),
     "gspo, anchored on the rollout": Update(
         actor=_algorithm("gspo", loss_agg_mode="seq-mean-token-sum"),
         correction=RolloutCorrectionSection(bypass_mode=True),
@@ -195,6 +205,9 @@ def test_corrections_and_clips_bite(algorithms: dict[str, Updated]) -> None:
     icepop = algorithms["cispo, icepop"].metrics
     assert 0.05 < icepop["rollout_corr/rollout_rs_masked_fraction"] < 0.95
     assert 0.05 < icepop["actor/pg_clipfrac"] < 0.95
+    reinforce = algorithms["reinforce, corrected in the loss"].metrics
+    assert 0.05 < reinforce["rollout_corr/rollout_rs_masked_fraction"] < 0.95
+    assert 0.1 < reinforce["rollout_corr/rollout_is_mean"] < 1.5 and reinforce["actor/pg_clipfrac"] == 0
     anchored = algorithms["gspo, anchored on the rollout"].metrics
     assert not any(name.startswith("rollout_corr/") for name in anchored)
     assert anchored["training/rollout_probs_diff_max"] > 0

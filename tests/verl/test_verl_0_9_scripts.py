@@ -98,7 +98,8 @@ def _refused() -> Mapping[str, str]:
                 except ConfigError as error:
                     told = {key: text for key in chosen for text in error.problems if f"{key} is " in text}
                     assert told, error
-                    found |= {f"{key}={chosen.pop(key)}": text for key, text in told.items()}
+                    told = {f"{key}={chosen.pop(key)}": text for key, text in told.items()}
+                    found |= {given: text for given, text in told.items() if "ranks: give" not in text}  # of other sizes
     return found
 
 
@@ -166,7 +167,7 @@ def test_what_a_script_leaves_out_has_upstreams_default() -> None:
         found = OmegaConf.select(ours, name)
         found = OmegaConf.to_container(found) if OmegaConf.is_config(found) else found
         value = str(Path(value).expanduser()) if isinstance(value, str) and value.startswith("~") else value
-        assert found == value, (key, found, value)
+        assert found == value or found == str(value), (key, found, value)
         compared += 1
     assert compared > 90
 

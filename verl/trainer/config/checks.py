@@ -145,6 +145,7 @@ def missing_dispatcher(config: PPOTrainerConfig) -> Iterator[str]:
 NOT_IN_A_RUN = {
     "gae": "needs the values of a critic network, and there is none",
     "remax": "needs the reward of a greedy response to every prompt, which no step samples",
+    "optimal_token_baseline": "needs the sum of squared probabilities at every token, which no pass computes",
 }
 
 
@@ -183,7 +184,8 @@ def registry_problems(config: PPOTrainerConfig) -> Iterator[str]:
         (LOSSES, models.actor.policy_loss.loss_mode),
         (MANAGERS, config.reward_model.reward_manager),
     ):
-        if name not in registry.names and not (registry is MANAGERS and config.reward_model.manager_spec):
+        is_known = name in (*registry.names, *NOT_IN_A_RUN)
+        if not is_known and not (registry is MANAGERS and config.reward_model.manager_spec):
             yield (
                 f"{registry.key} is {name!r}; expected one of {', '.join(registry.names)}, or a name that a module of "
                 "actor_rollout_ref.model.external_lib registers"

@@ -87,8 +87,9 @@ def _translate_role(given: Given, role: str) -> None:
     offloads = [f"{role}.megatron.{name}_offload" for name in ("param", "grad", "optimizer")]
     if f"{role}.fsdp_config.offload_policy" in values:
         if values[f"{role}.fsdp_config.offload_policy"]:
+            for name in ("offload_policy", "param_offload"):  # it decides, whatever the other says
+                values.pop(f"{role}.fsdp_config.{name}", None)
             values |= dict.fromkeys(offloads, True)
-            del values[f"{role}.fsdp_config.offload_policy"]
         else:
             given.take(f"{role}.fsdp_config.offload_policy", _NO_CHANGE)
     if (moves := values.get(f"{role}.fsdp_config.param_offload")) is not None:

@@ -12,7 +12,7 @@ from verl.trainer.config.model_keys import config_json
 from verl.workers.config.overrides import OP_CHOICES
 from verl.workers.config.profiler import profiling_problems
 
-_OF_GROUPS = ("grpo", "grpo_vectorized", "rloo", "rloo_vectorized", "opo", "gpg")
+_OF_GROUPS = ("grpo", "grpo_vectorized", "gdpo", "rloo", "rloo_vectorized", "opo", "gpg")
 _ACTOR, _REF = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.ref.megatron"
 
 
@@ -83,6 +83,9 @@ def _overlong_problems(config: PPOTrainerConfig) -> Iterator[str]:
             f"reward_model.{key}.len is {reward.overlong.len}; expected 1 to data.max_response_length ({longest}) "
             "tokens"
         )
+    parts = config.algorithm.gdpo_reward_keys
+    if config.algorithm.adv_estimator == "gdpo" and reward.overlong.enable and "overlong_reward" not in parts:
+        yield "algorithm.gdpo_reward_keys lacks overlong_reward, the penalty of the overlong buffer; it needs log=True"
 
 
 def config_warnings(config: PPOTrainerConfig) -> Iterator[str]:

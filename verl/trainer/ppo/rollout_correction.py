@@ -4,12 +4,18 @@ Both engines hold the same weights, but their numbers differ: r = exp(old_log_pr
 of a token, of its sequence (the product over the tokens) or their geometric mean,
 
     weights   TIS, truncated importance sampling: min(r, C), a factor of the policy loss without gradient
-              (F. Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025)
-    rejection MIS, masked importance sampling: what has r outside [lower, upper] is left out of the loss; at token level
-              with both bounds and weights cut at ``upper``, this is IcePop (Ling team, arXiv 2510.18855)
+              (F. Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025). With two
+              bounds r where lower <= r <= upper, else 0: IcePop (Ling team, arXiv 2510.18855)
+    rejection MIS, masked importance sampling: what has k1 = r outside [lower, upper], or k2 = (log r)^2 / 2 or
+              k3 = r - 1 - log r above a bound, is left out of the loss: a token, or a sequence by the sum (of k1: the
+              product), the mean (of k1: the geometric one) or the largest of its tokens (verl's docs/algo/
+              rollout_corr.md; for sequences: Trust Region Masking, arXiv 2512.23075)
     veto      a sequence is left out when any of its tokens has r below a threshold.
 
-What is left out does not count in the denominators of the loss either, as in verl; IcePop's paper leaves it there.
+What is left out does not count in the denominators of the loss either, as in verl. A token of weight 0 does.
+
+In bypass mode there is no old policy, and r = exp(log_prob - rollout_log_prob), without gradient, of the policy that is
+updated. It is known in the loss, after the denominators: what is left out there counts in them (``LossCorrection``).
 
 Functions take rows [B, R] of this rank; ``over_ranks`` adds sums up over all data-parallel ranks, so that every metric
 and the normalisation are those of the whole batch. All of it is without gradients.
@@ -17,7 +23,9 @@ and the normalisation are those of the whole batch. All of it is without gradien
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
 
 import torch
 import torch.distributed as dist
@@ -25,7 +33,7 @@ from torch import Tensor
 
 from megatron.core.parallel_state import ProcessGroups
 from verl.protocol import DataProto
-from verl.trainer.config.algorithm import RolloutCorrectionSection
+from verl.trainer.config.algorithm import OF_LEVEL, RolloutCorrectionSection, bounds_of
 from verl.utils.masks import selected
 from verl.utils.megatron.reduce import reduce_over
 
@@ -66,6 +74,35 @@ def corrections(
     return weights, kept, metrics
 
 
+@dataclass(frozen=True)
+class LossCorrection:
+    """``bypass_mode``: corrects the loss by the policy that is updated; weights are divided by ``mean_weight``."""
+
+    config: RolloutCorrectionSection
+    mean_weight: float = 1.0
+
+    @classmethod
+    def of(cls, config: RolloutCorrectionSection, metrics: Mapping[str, float]) -> LossCorrection | None:
+        """That of a batch with ``metrics`` of its old log-probs, if it has any; None without ``bypass_mode``."""
+        in_loss, mean = config.in_loss, metrics.get(f"{PREFIX}rollout_is_mean") or 1.0
+        return None if in_loss is None else cls(in_loss, mean if config.rollout_is_batch_normalize else 1.0)
+
+    @torch.no_grad()
+    def factors(self, log_ratio: Tensor, mask: Tensor) -> tuple[Tensor, dict[str, float]]:
+        """The factor of the loss of every response token, 0 where it is left out, [B, R]; and means over tokens.
+
+        Rows are whole, or without any response token in ``mask``.
+        """
+        config, factors, log_ratio, sums = self.config, mask, selected(log_ratio, mask), dict[str, Tensor]()
+        if config.rollout_is is not None:
+            sums["rollout_is_mean"] = _weights(ratio_at_level(log_ratio, mask, config.rollout_is), config) * mask
+            factors = sums["rollout_is_mean"] / self.mean_weight
+        vetoed = ("seq_min_k1", config.rollout_token_veto_threshold or 0.0, inf)
+        is_out = sums["rollout_rs_masked_fraction"] = _is_rejected(log_ratio, mask, [*config.rejections, vetoed])
+        means = {PREFIX + name: float(each.sum() / mask.sum().clamp(min=1)) for name, each in sums.items()}
+        return factors * ~is_out, means
+
+
 def corrected(
     data: DataProto, config: RolloutCorrectionSection, groups: ProcessGroups, device: torch.device
 ) -> tuple[DataProto, dict[str, float]]:
@@ -97,18 +134,18 @@ def corrected(
 def compute_rollout_correction_weights(
     log_ratio: Tensor, mask: Tensor, config: RolloutCorrectionSection, over_ranks: OverRanks
 ) -> tuple[Tensor, dict[str, float]]:
-    """min(r, threshold) on every response token, r that of ``rollout_is``'s level, and how they spread.
+    """The weight of every response token from the r of ``rollout_is``'s level, and how they spread.
 
     With ``rollout_is_batch_normalize`` divided by their mean: over tokens, or at other levels over sequences.
     ``rollout_is_eff_sample_size`` is (sum w)^2 / (n sum w^2) over the same.
     """
-    level, threshold = str(config.rollout_is), config.rollout_is_threshold
+    level, upper = str(config.rollout_is), bounds_of(config.rollout_is_threshold)[0][-1]
     ratio = ratio_at_level(log_ratio, mask, level)
-    weights = torch.clamp(ratio, max=threshold) * mask
+    weights = _weights(ratio, config) * mask
     # Each sequence once where all its tokens share a weight, so that long ones do not count more.
     once = mask if level == "token" else _first_tokens(mask)
     w, r = (weights * once).double(), (ratio * once).double()
-    is_cut = (ratio > threshold) * once
+    is_cut = (ratio > upper) * once
     sums = torch.stack([once.double().sum(), w.sum(), w.square().sum(), r.sum(), is_cut.double().sum()])
     count, total, squares, raw, cut = over_ranks(sums).tolist()
     count = max(count, 1.0)
@@ -128,9 +165,8 @@ def compute_rollout_correction_weights(
 def compute_rollout_rejection_mask(
     log_ratio: Tensor, mask: Tensor, config: RolloutCorrectionSection, over_ranks: OverRanks
 ) -> tuple[Tensor, dict[str, float]]:
-    """1 on response tokens with lower <= r <= upper, r that of ``rollout_rs``'s level; lower absent = 1 / upper."""
-    ratio = ratio_at_level(log_ratio, mask, str(config.rollout_rs))
-    is_out = ((ratio < config.rs_lower) | (ratio > config.rs_upper)) & (mask > 0)
+    """1 on response tokens for which every statistic of ``rollout_rs`` is within its bounds."""
+    is_out = _is_rejected(log_ratio, mask, config.rejections)
     metrics = _shares(is_out, mask, over_ranks, "rollout_rs_seq_masked_fraction", "rollout_rs_masked_fraction")
     return mask * (~is_out).to(mask.dtype), metrics
 
@@ -174,19 +210,41 @@ def compute_offpolicy_metrics(
 
 def ratio_at_level(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
     """exp of the log-ratio of a token's token, sequence, or sequence's mean, [B, R]; what is masked is not read."""
-    return _ratio(_at_level(selected(log_ratio, mask), mask, level))
+    return _ratio(_over(selected(log_ratio, mask), mask, OF_LEVEL[level].removesuffix("_k1")))
 
 
-def _at_level(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
-    """Log-ratio of a token's token, sequence, or sequence's mean, broadcast to [B, R]."""
-    if level == "token":
-        return log_ratio
-    sums = (log_ratio * mask).sum(-1, keepdim=True)
-    if level == "sequence":
-        return sums.expand_as(log_ratio)
-    if level == "geometric":
-        return (sums / mask.sum(-1, keepdim=True).clamp(min=1)).expand_as(log_ratio)
-    raise ValueError(f"rollout correction at level {level!r} is not known; expected token, sequence or geometric")
+def _weights(ratio: Tensor, config: RolloutCorrectionSection) -> Tensor:
+    *lower, upper = bounds_of(config.rollout_is_threshold)[0]
+    if not lower:
+        return torch.clamp(ratio, max=upper)
+    return torch.where((ratio >= lower[0]) & (ratio <= upper), ratio, 0.0)
+
+
+def _is_rejected(log_ratio: Tensor, mask: Tensor, rejections: Sequence[tuple[str, float, float]]) -> Tensor:
+    """Response tokens of which one of the statistics is out of its bounds, bool [B, R]."""
+    is_out = torch.zeros_like(mask, dtype=torch.bool)
+    for name, lower, upper in rejections:
+        scope, _, estimator = name.rpartition("_")
+        each = {"k1": log_ratio, "k2": log_ratio.square() / 2, "k3": _ratio(log_ratio) - 1 - log_ratio}[estimator]
+        value = _over(each, mask, scope)
+        value = _ratio(value) if estimator == "k1" else value
+        is_out |= (value < lower) | (value > upper)
+    return is_out & (mask > 0)
+
+
+def _over(values: Tensor, mask: Tensor, scope: str) -> Tensor:
+    """Each token's value, or the sum, mean, least or largest one of its sequence, where 0 is among them, [B, R]."""
+    values = values * mask
+    if scope == "token":
+        return values
+    sums = values.sum(-1, keepdim=True)
+    of_rows = {
+        "seq_sum": sums,
+        "seq_mean": sums / mask.sum(-1, keepdim=True).clamp(min=1),
+        "seq_min": values.amin(-1, keepdim=True),
+        "seq_max": values.amax(-1, keepdim=True),
+    }
+    return of_rows[scope].expand_as(values)
 
 
 def _ratio(log_ratio: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from verl.trainer.config.algorithm import AlgorithmSection
 from verl.trainer.ppo.algos import AdvantageEstimator, get_adv_estimator_fn
 from verl.trainer.ppo.kl import AdaptiveKLController, FixedKLController
 from verl.trainer.ppo.kl import kl_penalty as kl_estimate
+from verl.trainer.ppo.scores import reward_parts
 from verl.utils.masks import selected
 
 
@@ -44,7 +45,7 @@ def compute_advantage(
 
     The estimator gets those of the arguments that it names: the columns ``token_level_rewards``, ``response_mask``,
     ``values`` and ``reward_baselines``, and ``index`` (``uid``), ``gamma``, ``lam``, ``norm_adv_by_std_in_grpo`` and
-    ``config``.
+    ``config``; and ``reward_parts``, the parts of the reward by name, float [B] each.
     """
     columns = data.batch
     given: dict[str, Any] = {
@@ -59,6 +60,8 @@ def compute_advantage(
     given |= {"index": data.non_tensor_batch["uid"]} if "uid" in data.non_tensor_batch else {}
     estimate = get_adv_estimator_fn(adv_estimator)
     parameters = inspect.signature(estimate).parameters
+    if "reward_parts" in parameters:
+        given["reward_parts"] = reward_parts(data)
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         given = {name: value for name, value in given.items() if name in parameters}
     columns["advantages"], columns["returns"] = estimate(**given)

@@ -13,6 +13,7 @@ from megatron.core.utils import async_h2d
 from verl.protocol import DataProto
 from verl.trainer.ppo.aggregation import token_loss_weights
 from verl.trainer.ppo.policy_losses import get_policy_loss_fn, token_form
+from verl.trainer.ppo.rollout_correction import LossCorrection
 from verl.utils.masks import finite_outside
 from verl.utils.megatron.packed_batch import PackedMicroBatch
 from verl.utils.megatron.reduce import reduce_over
@@ -64,6 +65,7 @@ class LossInputs(TokenInputs):
     Attributes:
         response_lengths: response tokens of each row, [B].
         anchors_on_rollout: ``bypass_mode``: the old log-probs are those of the rollout.
+        correction: ``bypass_mode``: what the policy that is updated corrects in the loss; None where it does not.
         num_kept_tokens, num_sequences: tokens whose weight is not 0, and rows with any, of the mini-batch on all ranks.
         num_tokens: tokens of the mini-batch on all ranks, with prompts.
         num_response_tokens: response tokens of the mini-batch on all ranks.
@@ -71,6 +73,7 @@ class LossInputs(TokenInputs):
 
     response_lengths: Tensor
     anchors_on_rollout: bool = False
+    correction: LossCorrection | None = None
     num_kept_tokens: float = 1.0
     num_sequences: float = 1.0
     num_tokens: float = 1.0
@@ -85,6 +88,7 @@ class LossInputs(TokenInputs):
         device: torch.device,
         *,
         anchors_on_rollout: bool = False,
+        correction: LossCorrection | None = None,
     ) -> LossInputs:
         """Reads a mini-batch; the denominators are summed over the data-parallel group, by tensors on ``device``.
 
@@ -117,6 +121,7 @@ class LossInputs(TokenInputs):
             policy_weights=policy_weights,
             response_lengths=response_mask.sum(-1),
             anchors_on_rollout=anchors_on_rollout,
+            correction=correction,
             num_kept_tokens=num_kept,
             num_sequences=num_sequences,
             num_tokens=max(num_tokens, 1.0),

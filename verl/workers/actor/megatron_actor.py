@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.core.transformer.transformer_config import TransformerConfig
 from verl.protocol import DataProto
 from verl.trainer.config.algorithm import RolloutCorrectionSection
-from verl.trainer.ppo.rollout_correction import corrected
+from verl.trainer.ppo.rollout_correction import LossCorrection, corrected
 from verl.utils.megatron.packed_batch import PackedMicroBatch, pack_micro_batch, row_tokens, scatter_to_rows
 from verl.utils.megatron.reduce import reduce_over
 from verl.utils.partitions import RowTokens, split_to, units_of_rows
@@ -66,8 +67,10 @@ class MegatronPPOActor:
         rollout_correction: RolloutCorrectionSection | None = None,
         device_type: str | None = None,
     ) -> None:
-        self.config = config
         self.rollout_correction = rollout_correction or RolloutCorrectionSection()
+        if self.rollout_correction.is_reinforce:  # the policy gradient, which is the loss gpg
+            config = replace(config, policy_loss=replace(config.policy_loss, loss_mode="gpg"))
+        self.config = config
         self.tf_config = tf_config
         self.groups = groups
         self.ops = ops
@@ -144,14 +147,16 @@ class MegatronPPOActor:
         data = self.routing.begin_update(data)
         corrections: dict[str, float] = {}
         if self.is_last_stage and self.rollout_correction.is_on:
-            data, corrections = corrected(data, self.rollout_correction, self.groups, self.device)
+            found, corrections = corrected(data, self.rollout_correction, self.groups, self.device)
+            data = data if self.rollout_correction.bypass_mode else found
+        correction = LossCorrection.of(self.rollout_correction, corrections)
         for mini_batch in self.make_minibatch_iterator(data):
-            self._update_minibatch(mini_batch, metrics)
+            self._update_minibatch(mini_batch, metrics, correction)
         if self.scheduler is not None:
             self.scheduler.step(1)  # one per training step, as upstream, however many mini-batches it has
         self.routing.end_update()
         counted = model_metrics(self.actor_module, self.tf_config, self.groups)
-        return metrics.result() | corrections | counted if self.is_last_stage else {}
+        return corrections | metrics.result() | counted if self.is_last_stage else {}
 
     def _new_routing(self) -> Routing:
         """Replay is for what is trained: without an optimizer, or without experts, the gate chooses."""
@@ -185,12 +190,10 @@ class MegatronPPOActor:
             for index in order.tolist():
                 yield data.select_idxs(torch.arange(starts[index], min(starts[index] + rows, len(data))))
 
-    def _update_minibatch(self, data: DataProto, metrics: UpdateMetrics) -> None:
+    def _update_minibatch(self, data: DataProto, metrics: UpdateMetrics, correction: LossCorrection | None) -> None:
         assert self.actor_optimizer is not None
-        anchors_on_rollout = self.rollout_correction.bypass_mode
-        inputs = LossInputs.from_batch(
-            data, self.config, self.groups, self.device, anchors_on_rollout=anchors_on_rollout
-        )
+        given, bypass = (data, self.config, self.groups, self.device), self.rollout_correction.bypass_mode
+        inputs = LossInputs.from_batch(*given, anchors_on_rollout=bypass, correction=correction)
         loss_of = PolicyLoss(self.config, inputs, self.groups.cp if self.groups.cp.size() > 1 else None)
         set_auxiliary_scales(self.actor_module, inputs.num_tokens, inputs.num_response_tokens)
         temperature = float(data.meta_info["temperature"])

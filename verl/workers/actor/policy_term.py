@@ -16,7 +16,7 @@ from torch import Tensor
 
 from verl.trainer.ppo.aggregation import share_of_mini_batch
 from verl.trainer.ppo.policy_losses import SequenceMean, TokenForm, get_policy_loss_fn, token_form
-from verl.utils.masks import finite_outside
+from verl.utils.masks import finite_outside, selected
 from verl.utils.megatron.packed_batch import PackedMicroBatch
 from verl.utils.megatron.reduce import reduce_over
 from verl.workers.actor.loss_inputs import LossInputs, TokenInputs
@@ -60,7 +60,10 @@ def policy_term(config: ActorConfig, inputs: LossInputs, cp_group: dist.ProcessG
 
 @dataclass(frozen=True)
 class LossOfTokens:
-    """sum_t w_t u_t pg_t with u_t = 1 without a rollout correction, however the mini-batch was packed."""
+    """sum_t w_t u_t pg_t with u_t = 1 without a rollout correction, however the mini-batch was packed.
+
+    A correction in the loss takes u_t from whole rows, which context-parallel ranks share.
+    """
 
     form: TokenForm
     config: ActorConfig
@@ -74,13 +77,19 @@ class LossOfTokens:
         weighted_S = weights_S * policy.loss
         if tokens.rollout_is_weights is not None:
             weighted_S = weighted_S * tokens.rollout_is_weights
+        correction, metrics = self.inputs.correction, None
+        if correction is not None:
+            log_ratio_S = selected(log_probs_S.detach() - old_S, tokens.weights)
+            found, (rows_S, cols_S) = _rows(log_ratio_S, micro, self.inputs, self.cp_group), micro.places_2S
+            factors_BR, metrics = correction.factors(*found)
+            weighted_S = weighted_S * factors_BR[rows_S, cols_S]
         sums = TokenSums(
             pg_loss=weighted_S.detach().to(sum_dtype(weighted_S.device)).sum(),
             clipfrac=policy.is_clipped.float().sum(),
             clipfrac_lower=policy.is_clipped_lower.float().sum(),
             approx_kl=policy.approx_kl.sum(),
         )
-        return PolicyTerm(weighted_S.sum(), sums)
+        return PolicyTerm(weighted_S.sum(), sums, metrics)
 
     def _sequence_mean(self, micro: PackedMicroBatch) -> SequenceMean:
         """The mean over each row of ``micro``; context-parallel ranks share its tokens, micro-batches do not."""
@@ -114,11 +123,7 @@ class LossOfRows:
         """ValueError: the loss returns something else than a scalar and metrics."""
         inputs, config = self.inputs, self.config
         rows_S, cols_S = micro.places_2S
-        found = log_probs_S.new_zeros(2, *inputs.weights.shape)  # log-probs, and where there are any
-        found[0, rows_S, cols_S] = log_probs_S.detach()
-        found[1, rows_S, cols_S] = 1.0
-        if self.cp_group is not None:
-            found = reduce_over(found, self.cp_group, dist.ReduceOp.SUM, log_probs_S.device)
+        found = _rows(log_probs_S.detach(), micro, inputs, self.cp_group)
         approx_kl = (old_S - log_probs_S.detach()).sum()
         rows = found[1].amax(-1) > 0
         if not rows.any():
@@ -129,14 +134,19 @@ class LossOfRows:
         def chosen(values_BR: Tensor) -> Tensor:
             return finite_outside(values_BR.to(log_probs_S.device)[rows], mask)
 
+        old = chosen(found[0] if inputs.old_log_probs is None else inputs.old_log_probs)
+        weights = None if inputs.rollout_is_weights is None else chosen(inputs.rollout_is_weights)
+        corrected = dict[str, float]()
+        if inputs.correction is not None:
+            weights, corrected = inputs.correction.factors(chosen(found[0]) - old, mask)
         result: Any = get_policy_loss_fn(config.policy_loss.loss_mode)(
-            old_log_prob=chosen(found[0] if inputs.old_log_probs is None else inputs.old_log_probs),
+            old_log_prob=old,
             log_prob=finite_outside(found[0].index_put((rows_S, cols_S), log_probs_S)[rows], mask),
             advantages=chosen(inputs.advantages),
             response_mask=mask,
             loss_agg_mode=config.loss_agg_mode,
             config=config,
-            rollout_is_weights=None if inputs.rollout_is_weights is None else chosen(inputs.rollout_is_weights),
+            rollout_is_weights=weights,
         )
         loss, metrics = _checked(result, config.policy_loss.loss_mode)
         share = share_of_mini_batch(
@@ -149,7 +159,18 @@ class LossOfRows:
             for name, key in _METRICS_OF_ROWS.items()
             if name in metrics
         }
-        return PolicyTerm(share * loss, TokenSums(**({"pg_loss": pg_loss, "approx_kl": approx_kl} | totals)), metrics)
+        return PolicyTerm(
+            share * loss, TokenSums(**({"pg_loss": pg_loss, "approx_kl": approx_kl} | totals)), metrics | corrected
+        )
+
+
+def _rows(values_S: Tensor, micro: PackedMicroBatch, inputs: LossInputs, cp_group: dist.ProcessGroup | None) -> Tensor:
+    """The values of the scored tokens, and 1 where there are any, on every context-parallel rank, [2, B, R]."""
+    rows_S, cols_S = micro.places_2S
+    found = values_S.new_zeros(2, *inputs.weights.shape)
+    found[0, rows_S, cols_S] = values_S
+    found[1, rows_S, cols_S] = 1.0
+    return found if cp_group is None else reduce_over(found, cp_group, dist.ReduceOp.SUM, values_S.device)
 
 
 def _checked(result: Any, name: str) -> tuple[Tensor, dict[str, float]]:

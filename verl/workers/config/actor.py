@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.workers.config.engine import McoreEngineConfig
-from verl.workers.config.keys import NOT_NEGATIVE, Idle, Section, Values, at_least, beside, between, key, one_of
+from verl.workers.config.keys import NOT_NEGATIVE, Idle, Section, Values, above, at_least, beside, between, key, one_of
 from verl.workers.config.optimizer import McoreOptimizerConfig
 from verl.workers.config.profiler import NO_PROFILER, ProfilerConfig
 
@@ -17,12 +17,17 @@ KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 # With the gradient of k2, which differs from their own.
 STRAIGHT_THROUGH_KL_TYPES = tuple(f"{kind}+" for kind in KL_TYPES)
 # The losses of this repository; those of a user may read any key.
-_LOSSES = ("vanilla", "gspo", "cispo", "gpg", "clip_cov", "kl_cov", "geo_mean")
+_LOSSES = ("vanilla", "gspo", "cispo", "gpg", "clip_cov", "kl_cov", "geo_mean", "sapo", "dppo_tv")
 _SWITCH = Values("expected one of auto, true, false", lambda value: value.lower() in ("auto", "true", "false"))
 
 
+def _is_reinforce(run: Any, own: Any) -> Any:
+    return run.algorithm.rollout_correction.is_reinforce
+
+
 def _mode(run: Any) -> Any:
-    return run.actor_rollout_ref.actor.policy_loss.loss_mode
+    """The loss of the run; ``reinforce`` is that of ``gpg``."""
+    return "gpg" if _is_reinforce(run, None) else run.actor_rollout_ref.actor.policy_loss.loss_mode
 
 
 def _only_of(name: str) -> Idle:
@@ -45,7 +50,7 @@ _CLIPS_NOTHING = (
             not run.needs_old_log_prob and not run.algorithm.rollout_correction.bypass_mode and _mode(run) in _LOSSES
         ),
     ),
-    Idle("this policy loss clips nothing", lambda run, own: _mode(run) in ("gpg", "kl_cov")),
+    Idle("this policy loss clips nothing", lambda run, own: _mode(run) in ("gpg", "kl_cov", "sapo")),
 )
 
 
@@ -82,8 +87,10 @@ class PolicyLossConfig(Section):
     """Which registered policy loss the actor uses."""
 
     #: registered name of the loss: PPO's clipped loss (``vanilla``), ``gspo``, ``cispo``, ``gpg``, ``clip_cov``,
-    #: ``kl_cov``, ``geo_mean``, or one of the user's.
-    loss_mode: str = "vanilla"
+    #: ``kl_cov``, ``geo_mean``, ``sapo``, ``dppo_tv``, or one of the user's.
+    loss_mode: str = key(
+        "vanilla", Idle("algorithm.rollout_correction.loss_type is reinforce, a loss of its own", _is_reinforce)
+    )
     #: the share of tokens that ``clip_cov`` takes out of the loss, at least one token.
     clip_cov_ratio: float = key(0.0002, between(0, 1), _only_of("clip_cov"))
     clip_cov_lb: float = key(1.0, _only_of("clip_cov"))  #: the lowest covariance of such a token.
@@ -91,6 +98,9 @@ class PolicyLossConfig(Section):
     #: the share of tokens that ``kl_cov`` penalises, at least one token.
     kl_cov_ratio: float = key(0.0002, between(0, 1), _only_of("kl_cov"))
     ppo_kl_coef: float = key(0.1, NOT_NEGATIVE, _only_of("kl_cov"))  #: factor of the penalty of ``kl_cov``.
+    #: how fast ``sapo`` fades where the ratio leaves 1, for positive advantages.
+    tau_pos: float = key(1.0, above(0), _only_of("sapo"), names={"0.9.0": "../tau_pos"})
+    tau_neg: float = key(1.05, above(0), _only_of("sapo"), names={"0.9.0": "../tau_neg"})  #: the same for the others.
 
 
 @dataclass(frozen=True)
@@ -115,7 +125,8 @@ class ActorConfig(Section):
     #: packed tokens of a micro-batch on each rank; with context parallelism a micro-batch has CP times as many. A
     #: longer sample gets a micro-batch of its own.
     ppo_max_token_len_per_gpu: int = key(16384, _BY_SAMPLES)
-    #: distance from 1 at which the ratio of new to old probability is clipped.
+    #: distance from 1 at which the ratio of new to old probability is clipped; of ``dppo_tv``, the largest difference
+    #: of both.
     clip_ratio: float = key(0.2, NOT_NEGATIVE, *_CLIPS_NOTHING)
     #: that distance below 1; absent means ``clip_ratio``.
     clip_ratio_low: float | None = key(None, NOT_NEGATIVE, *_CLIPS_NOTHING)

@@ -12,7 +12,7 @@ from verl.workers.config.keys import NOT_NEGATIVE, Idle, Key, Section, above, at
 
 _OVERLONG, _LIMIT = "overlong_buffer_cfg", "max_resp_len"
 # Managers whose work the scoring processes do.
-POOLED = ("naive", "batch", "prime", "dapo")
+POOLED = ("naive", "batch", "prime", "dapo", "gdpo")
 _SOURCE_KEYS = ("path", "name", "reward_kwargs")
 _NOT_POOLED = Idle("the reward manager scores in a process of its own", lambda run, own: not run.reward_model.is_pooled)
 _POOLED = Idle("the reward manager is a built-in one", lambda run, own: own.is_pooled)

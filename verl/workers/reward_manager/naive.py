@@ -70,3 +70,7 @@ class NaiveRewardManager(AbstractRewardManager):
 
     def _rewards(self, samples: Sequence[GradingSample], results: Sequence[Any]) -> Rewards:
         return [score_of(result) for result in results], extra_info_of(results)
+
+
+# v0.9.0's name of it for functions whose parts ``algorithm.adv_estimator=gdpo`` reads.
+register("gdpo")(NaiveRewardManager)

@@ -1,12 +1,15 @@
-"""Group-relative advantages (GRPO, arXiv 2402.03300; Dr. GRPO, arXiv 2503.20783), and for Pass@k (arXiv 2503.19595)."""
+"""Group-relative advantages: GRPO (arXiv 2402.03300), Dr. GRPO (2503.20783), Pass@k (2503.19595), GDPO (2601.05242)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from verl.trainer.config.algorithm import AlgorithmSection
 from verl.trainer.ppo.algos.groups import GroupIndex, group_ids, group_sums
 from verl.trainer.ppo.algos.registry import AdvantageEstimator, register_adv_est
 from verl.utils.masks import row_rewards
@@ -36,12 +39,7 @@ def compute_grpo_outcome_advantage(
         (advantages, returns), both fp32 [B, R] and equal.
     """
     scores_B = row_rewards(token_level_rewards, response_mask).double()
-    ids_B = group_ids(index)
-    sums_B, sizes_B = group_sums(scores_B, ids_B)
-    is_single = sizes_B == 1
-    centred_B = scores_B - torch.where(is_single, torch.zeros_like(sums_B), sums_B / sizes_B)
-    if norm_adv_by_std_in_grpo:
-        centred_B = centred_B / (torch.where(is_single, torch.ones_like(sums_B), _std(scores_B, ids_B)) + epsilon)
+    centred_B = _centred(scores_B, group_ids(index), epsilon if norm_adv_by_std_in_grpo else None)
     advantages = centred_B.to(token_level_rewards.dtype)[:, None] * response_mask
     return advantages, advantages
 
@@ -84,6 +82,44 @@ def compute_grpo_passk_outcome_advantage(
         values_B = values_B / (_std(scores_B, ids_B) + epsilon)
     advantages = values_B.to(token_level_rewards.dtype)[:, None] * response_mask
     return advantages, advantages
+
+
+@register_adv_est(AdvantageEstimator.GDPO)
+@torch.no_grad()
+def compute_gdpo_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: GroupIndex,
+    reward_parts: Mapping[str, np.ndarray],
+    config: AlgorithmSection,
+    epsilon: float = 1e-6,
+) -> tuple[Tensor, Tensor]:
+    """A = (S - mean S) / (std S + epsilon) over the batch's responses, S = sum over k of A_k (equations 4-6).
+
+    A_k is GRPO's advantage from the part k of the reward alone, for the k of ``config.gdpo_reward_keys``. A response
+    that lacks a part, as when its grader failed, has 0 of it. The paper's statistics over the batch are those of
+    responses; verl's v0.9.0 takes them over tokens, where long responses count more.
+    Shapes as in ``compute_grpo_outcome_advantage``.
+    """
+    ids_B, total_B = group_ids(index), torch.zeros(len(response_mask), dtype=torch.float64)
+    for name in config.gdpo_reward_keys:
+        if np.isnan(reward_parts.get(name, np.nan)).all():
+            known = ", ".join(sorted(reward_parts))
+            raise ValueError(f"algorithm.gdpo_reward_keys has {name!r}; the parts of the reward are {known}")
+        total_B += _centred(torch.from_numpy(np.nan_to_num(reward_parts[name])).double(), ids_B, epsilon)
+    total_B = _centred(total_B, torch.zeros_like(ids_B), epsilon)
+    advantages = total_B.to(token_level_rewards.dtype)[:, None] * response_mask
+    return advantages, advantages
+
+
+def _centred(scores_B: Tensor, ids_B: Tensor, epsilon: float | None) -> Tensor:
+    """Scores less their group's mean, over its standard deviation unless ``epsilon`` is None; a single one stays."""
+    sums_B, sizes_B = group_sums(scores_B, ids_B)
+    is_single = sizes_B == 1
+    centred_B = scores_B - torch.where(is_single, torch.zeros_like(sums_B), sums_B / sizes_B)
+    if epsilon is None:
+        return centred_B
+    return centred_B / (torch.where(is_single, torch.ones_like(sums_B), _std(scores_B, ids_B)) + epsilon)
 
 
 def _std(scores_B: Tensor, ids_B: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from verl.utils.registry import Registry
 
-# (token_level_rewards [B, R], response_mask [B, R], config: AlgorithmSection, index: the group of each row), all by
-# keyword -> (advantages, returns) [B, R]
+# (token_level_rewards [B, R], response_mask [B, R], config: AlgorithmSection, index: the group of each row,
+# reward_parts: each part of the reward by name, [B]), all by keyword -> (advantages, returns) [B, R]
 AdvantageFn = Callable[..., tuple[Tensor, Tensor]]
 
 ESTIMATORS: Registry[AdvantageFn] = Registry("algorithm.adv_estimator", "advantage estimator")
@@ -31,6 +31,7 @@ class AdvantageEstimator(StrEnum):
     GPG = "gpg"
     RLOO_VECTORIZED = "rloo_vectorized"
     GRPO_VECTORIZED = "grpo_vectorized"
+    GDPO = "gdpo"
 
 
 def register_adv_est(name_or_enum: str | AdvantageEstimator) -> Any:

@@ -1,6 +1,6 @@
 """Losses of the policy, one file each, behind verl's registry."""
 
-from verl.trainer.ppo.policy_losses import cispo, covariance, geo_mean, gpg, gspo, vanilla
+from verl.trainer.ppo.policy_losses import cispo, covariance, geo_mean, gpg, gspo, trust_region, vanilla
 from verl.trainer.ppo.policy_losses.registry import (
     LOSSES,
     PolicyLossFn,
@@ -24,5 +24,6 @@ __all__ = [
     "gspo",
     "register_policy_loss",
     "token_form",
+    "trust_region",
     "vanilla",
 ]
