@@ -36,6 +36,7 @@ class PackedMicroBatch:
         token_rows_N, token_cols_N, token_positions_N: row, column of the padded batch (prompt included) and packed
             position of every real token here, int64 [N] on the host.
         places_2S: ``rows_S`` and ``cols_S`` where the loss is computed, int64 [2, S].
+        members_M: the rows that were packed, the same on all context-parallel ranks, int64 [M].
         positions_S: the packed position whose logits predict a scored token, int64 [S].
         labels_S: the scored tokens, int64 [S].
         input_ids_T, position_ids_T: int64 [T].
@@ -48,6 +49,7 @@ class PackedMicroBatch:
     token_cols_N: Tensor
     token_positions_N: Tensor
     places_2S: Tensor
+    members_M: Tensor
     positions_S: Tensor
     labels_S: Tensor
     input_ids_T: Tensor
@@ -71,13 +73,14 @@ class PackedMicroBatch:
         params = self.packed_seq_params
         is_padding_T = () if params.is_padding_T is None else (params.is_padding_T.long(),)
         tokens = (self.input_ids_T, self.position_ids_T, *is_padding_T)
-        parts = (self.places_2S.flatten(), self.positions_S, self.labels_S, *tokens)
+        parts = (self.places_2S.flatten(), self.members_M, self.positions_S, self.labels_S, *tokens)
         moved = async_h2d(torch.cat(parts), device).split([len(part) for part in parts])
-        places, positions_S, labels_S, ids_T, position_ids_T, *padding = moved
+        places, members_M, positions_S, labels_S, ids_T, position_ids_T, *padding = moved
         shared = params.shared_prompts
         return replace(
             self,
             places_2S=places.view(2, -1),
+            members_M=members_M,
             positions_S=positions_S,
             labels_S=labels_S,
             input_ids_T=ids_T,
@@ -182,6 +185,7 @@ def pack_micro_batch(
         token_cols_N=cols_n[is_here_n],
         token_positions_N=local_F[positions_n[is_here_n]],
         places_2S=places_2S,
+        members_M=chosen,
         positions_S=local_F[positions_s[is_here_s]],
         labels_S=ids_F[positions_s[is_here_s] + 1],
         input_ids_T=ids_F[order_T],

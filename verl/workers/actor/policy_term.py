@@ -98,9 +98,7 @@ class LossOfTokens:
         def mean(values_S: Tensor) -> Tensor:
             rows_BR = values_S.new_zeros(self.inputs.weights.shape)
             rows_BR[rows_S, cols_S] = values_S.detach()
-            sums_B = rows_BR.sum(-1)
-            if self.cp_group is not None:
-                sums_B = reduce_over(sums_B, self.cp_group, dist.ReduceOp.SUM, values_S.device)
+            sums_B = _summed(rows_BR.sum(-1), micro, self.cp_group)
             return (sums_B / self.inputs.response_lengths.clamp(min=1).to(values_S.device))[rows_S]
 
         return mean
@@ -170,7 +168,15 @@ def _rows(values_S: Tensor, micro: PackedMicroBatch, inputs: LossInputs, cp_grou
     found = values_S.new_zeros(2, *inputs.weights.shape)
     found[0, rows_S, cols_S] = values_S
     found[1, rows_S, cols_S] = 1.0
-    return found if cp_group is None else reduce_over(found, cp_group, dist.ReduceOp.SUM, values_S.device)
+    return _summed(found.transpose(0, 1), micro, cp_group).transpose(0, 1)
+
+
+def _summed(values_B: Tensor, micro: PackedMicroBatch, cp_group: dist.ProcessGroup | None) -> Tensor:
+    """Sums over the context-parallel ranks of the values [B, ...]; only the micro-batch's rows travel."""
+    if cp_group is None or len(micro.members_M) == 0:
+        return values_B
+    sums_M = reduce_over(values_B[micro.members_M], cp_group, dist.ReduceOp.SUM, values_B.device)
+    return values_B.index_copy(0, micro.members_M, sums_M)
 
 
 def _checked(result: Any, name: str) -> tuple[Tensor, dict[str, float]]:
