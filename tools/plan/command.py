@@ -60,8 +60,13 @@ def _planned(
     from tools.plan.tables import variation_table
     from tools.plan.training import StepSize
     from tools.plan.whole import WholePlan, plan_run
+    from verl.trainer.device_room import fit_to_devices
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # everything is loaded
+    config, line = fit_to_devices(run.config, device.memory_bytes)
+    if line:
+        print_plain(console, line)
+        run = replace(run, config=config)
     data = run.config.data
     size = StepSize(
         options.prompt_length or data.max_prompt_length,

@@ -27,16 +27,17 @@ _SHARE = 0.8  # of a device's memory for the state; the rest is for activations,
 _MASTER_BYTES = 12  # float32 weights and both moments
 
 
-def fit_to_devices(config: PPOTrainerConfig) -> tuple[PPOTrainerConfig, str]:
+def fit_to_devices(config: PPOTrainerConfig, device_bytes: int | None = None) -> tuple[PPOTrainerConfig, str]:
     """``config`` with the fewest stages and the least tensor parallelism with which its state fits, and a line on it.
 
-    Only where ``actor.megatron.fit_layout`` asks for it. ConfigError: nothing fits, with what each device would need.
+    Only where ``actor.megatron.fit_layout`` asks for it. ``device_bytes``: of a device, by default like those here.
+    ConfigError: nothing fits, with what each device would need.
     """
     engine = config.actor_rollout_ref.actor.megatron
     if not engine.fit_layout:
         return config, ""
     hf = trained_model(load_hf_config(config.actor_rollout_ref.model.path), engine)
-    total = _device_bytes(config)
+    total = _device_bytes(config) if device_bytes is None else device_bytes
     if total is None:
         return config, "this machine has no such device: whether weights and gradients fit is not checked"
     room, least = int(_SHARE * total), math.inf
