@@ -140,7 +140,7 @@ def test_status_and_adaptations_agree_with_the_marks_in_the_sources() -> None:
     listed = (ROOT / adaptations.OUTPUT).read_text(encoding="utf-8")
     assert ids == sorted(re.findall(r"^\| `([a-z0-9-]+)` \|", listed, re.MULTILINE))
     shown = tool(ROOT, "status") + tool(ROOT, "adaptations", "--check")
-    assert all(name in shown for name in [*ids, "core_v0.12.1", "v0.6.1"])
+    assert all(name in shown for name in [*ids, "core_v0.12.1", "v0.9.0", "modules of v0.6.1"])
 
 
 def test_the_kinds_of_upstream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
