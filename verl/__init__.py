@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DataProto", "__version__"]
 
-__version__ = "0.6.1"  # of the verl whose names these are
+__version__ = "0.9.0"  # of the verl whose names these are, beside those of 0.6.1
 
 
 def __getattr__(name: str) -> Any:

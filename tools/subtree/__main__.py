@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -14,7 +15,10 @@ from rich.console import Console
 from tools.subtree import compare, manifest, rebase, show, upstream
 from tools.workshop import adaptations
 
-UPSTREAM = "git url, local clone, folder, wheel or sdist, or name of an installed package (default: the manifest's url)"
+UPSTREAM = (
+    "git url, `pypi:NAME` (a released package), local clone, folder, wheel or sdist, or name of an installed package "
+    "(default: the manifest's url, or its released package where the url cannot be reached)"
+)
 
 
 def main(words: list[str] | None = None) -> None:
@@ -22,7 +26,7 @@ def main(words: list[str] | None = None) -> None:
     console = Console(soft_wrap=not sys.stdout.isatty(), width=None if sys.stdout.isatty() else 160)
     try:
         args.run(console, args)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
 
 
@@ -48,8 +52,10 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("--tag", help="another version than the pinned one, of a git upstream")
     diff.add_argument("--names", action="store_true", help="show the public names that differ, module by module")
     diff.add_argument("--text", action="store_true", help="a unified diff of each module that both have")
-    move_to = add("rebase", _rebase, "show what a version changes in what we mirror", takes_name=True)
+    move_to = add("rebase", _rebase, "list the work that a new version of an upstream makes", takes_name=True)
     move_to.add_argument("--tag", required=True, help="the upstream's new tag, branch or commit")
+    move_to.add_argument("--from", dest="old", help="the old version (default: the pinned one)")
+    move_to.add_argument("--list", type=Path, metavar="FILE", help="write the list to FILE instead of printing it")
     move_to.add_argument("--text", action="store_true", help="also show the upstream's own changes as unified diffs")
     taker = add("import", _import, "record the API of what we mirror, and a new pin", takes_name=True)
     taker.add_argument("--tag", help="the version to record; it becomes the pin (default: the pinned one)")
@@ -75,7 +81,7 @@ def _diff(console: Console, args: argparse.Namespace) -> None:
     with upstream.checkout(item, args.upstream, args.tag or item.version) as theirs:
         show.say(console, f"{ours.name}/ beside {theirs.source}; pinned: {item.version}")
         different = compare.diff(item, theirs.folder, args.root)
-        show.difference(console, different, args.names)
+        show.difference(console, item, different, args.names)
         for module in [shared.module for shared in different.shared] if args.text else []:
             sides = [compare.read(side / module) for side in (theirs.folder, ours)]
             names = (f"upstream/{module}", f"{item.subtree}/{module}")
@@ -84,7 +90,9 @@ def _diff(console: Console, args: argparse.Namespace) -> None:
 
 def _rebase(console: Console, args: argparse.Namespace) -> None:
     item = _named(args)
-    show.rebased(console, item, rebase.rebase(args.root, item, args.tag, args.upstream), args.text)
+    item = replace(item, tag=args.old) if args.old else item
+    outcome = rebase.rebase(args.root, item, args.tag, args.upstream)
+    show.rebased(console, item, outcome, args.root, args.text, args.list)
 
 
 def _import(console: Console, args: argparse.Namespace) -> None:

@@ -13,6 +13,7 @@ from tools.subtree.git import moves
 from tools.subtree.manifest import ROOT, Manifest
 
 Api = Mapping[str, Mapping[str, str]]  # module path -> public name -> signature
+Entry = tuple[str, bool, str]  # of a list of work: heading, whether nothing is left to do, what changed
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class ModuleDiff:
     differs: tuple[tuple[str, str, str], ...]  # name, our signature, the upstream's
     missing: tuple[str, ...]  # upstream only
     ours_only: tuple[str, ...]
+    theirs: Mapping[str, str]  # name -> the upstream's signature
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class SubtreeDiff:
     ours_only: tuple[str, ...]  # modules of the first side only
     renamed: tuple[tuple[str, str], ...] = ()
     texts: Mapping[str, str] = field(default_factory=dict)  # module -> unified diff
+    gone: Mapping[str, Iterable[str]] = field(default_factory=dict)  # module of the first side only -> its names
+    homes: Mapping[str, str] = field(default_factory=dict)  # name -> the one module of the second side that has it
 
     def counts(self) -> tuple[int, int, int, int]:
         """Names that are the same, differ, are missing, are ours only, in the shared modules."""
@@ -53,7 +57,8 @@ def modules(folder: Path) -> dict[str, Path]:
 def status(manifest: Manifest, root: Path = ROOT) -> tuple[list[str], list[str]]:
     """(mirrored modules that we have, mirrored modules that are not there yet)."""
     ours = modules(root / manifest.subtree) if manifest.subtree else {}
-    return manifest.mirrors(ours), [module for module in manifest.mirrored_paths if module not in ours]
+    wanted = (*manifest.mirrored_paths, *manifest.older)
+    return manifest.mirrors(ours), [module for module in wanted if module not in ours]
 
 
 def diff(manifest: Manifest, upstream: Path, root: Path = ROOT) -> SubtreeDiff:
@@ -77,6 +82,7 @@ def module_diff(module: str, ours: Mapping[str, str], theirs: Mapping[str, str])
         differs=tuple((name, ours[name], theirs[name]) for name in both if ours[name] != theirs[name]),
         missing=tuple(name for name in theirs if name not in ours),
         ours_only=tuple(name for name in ours if name not in theirs),
+        theirs=theirs,
     )
 
 
@@ -91,9 +97,11 @@ def text_diff(old: str, new: str, old_name: str, new_name: str) -> str:
 def between(old: Path, new: Path, manifest: Manifest) -> SubtreeDiff:
     """What changes between two versions of an upstream's folder in what we mirror, renames followed.
 
-    New modules are those of the whole folder, as any of them may matter.
+    New modules are those of the whole folder, as any of them may matter. An ``__init__.py`` stays where its folder is:
+    two of them are often alike.
     """
     renamed, added, deleted = moves(old, new)
+    deleted |= {module for module in renamed if module.endswith("__init__.py")}
     mirrored = manifest.mirrors(modules(old))
     now = {module: renamed.get(module, module) for module in mirrored if module not in deleted}
     sides = {module: (read(old / module), read(new / to)) for module, to in now.items()}
@@ -104,7 +112,18 @@ def between(old: Path, new: Path, manifest: Manifest) -> SubtreeDiff:
         ours_only=tuple(module for module in mirrored if module in deleted),
         renamed=tuple((module, to) for module, to in now.items() if module != to),
         texts={module: text for module, text in diffs.items() if text},
+        gone={module: _api(read(old / module)) for module in mirrored if module in deleted},
+        homes=_homes(new),
     )
+
+
+def _homes(folder: Path) -> dict[str, str]:
+    """Function, class or constant -> its module, for those that one module alone has."""
+    found: dict[str, list[str]] = {}
+    for module, path in modules(folder).items():
+        for name in _api(read(path)):
+            found.setdefault(name, []).append(module)
+    return {name: places[0] for name, places in found.items() if len(places) == 1}
 
 
 def read(path: Path) -> str:

@@ -14,12 +14,12 @@ class GitError(ValueError):
     """A git command that failed: its arguments, and git's message."""
 
 
-def git(folder: Path, *words: str, ok: tuple[int, ...] = (0,), **variables: str) -> str:
-    """The output of one command in ``folder``; GitError when its exit code is not among ``ok`` or there is no git."""
+def git(folder: Path, *words: str, ok: tuple[int, ...] = (0,), limit_s: float = 900.0, **variables: str) -> str:
+    """The output of one command in ``folder``; GitError: an exit code not among ``ok``, no git, or no end in time."""
     env = {name: value for name, value in os.environ.items() if name not in REDIRECTS} | PLAIN | variables
     try:
-        done = subprocess.run(["git", *words], cwd=folder, capture_output=True, env=env)
-    except FileNotFoundError as error:
+        done = subprocess.run(["git", *words], cwd=folder, capture_output=True, env=env, timeout=limit_s)
+    except (FileNotFoundError, subprocess.TimeoutExpired) as error:
         raise GitError(f"cannot run git in {folder}: {error}") from error
     if done.returncode not in ok:
         message = (done.stderr or done.stdout).decode(errors="replace").strip()

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "third_party"
 MANIFESTS = ROOT / FOLDER
 NAME = re.compile(r"[a-z0-9_]+")
+_LISTS = ("mirrored", "older", "configs", "options")
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,10 @@ class Manifest:
     why: str = ""
     recipes_pin: str = ""  # what the published Ascend recipes pin, when that is another version
     mirrored: tuple[str, ...] = ()  # module paths below the subtree, or patterns, with the upstream's path and names
+    older: tuple[str, ...] = ()  # modules that the pinned version no longer has, kept with the API of ``older_tag``
+    older_tag: str = ""
+    package: str = ""  # the name under which versions are released, for where the url cannot be reached
+    configs: tuple[str, ...] = ()  # patterns of its main Hydra configs, whose keys ours accepts
     options: tuple[str, ...] = ()  # the upstream's options that a key or flag of ours has with its meaning
 
     @property
@@ -48,8 +53,9 @@ class Manifest:
         return f"{FOLDER}/{self.name}.toml"
 
     def mirrors(self, modules: Iterable[str]) -> list[str]:
-        """Those of ``modules`` that are mirrored; ``*`` in a pattern also crosses folders."""
-        return [module for module in modules if any(fnmatchcase(module, pattern) for pattern in self.mirrored)]
+        """Those of ``modules`` that are mirrored, of the older tag too; ``*`` in a pattern also crosses folders."""
+        patterns = (*self.mirrored, *self.older)
+        return [module for module in modules if any(fnmatchcase(module, pattern) for pattern in patterns)]
 
 
 def load_all(folder: Path = MANIFESTS) -> list[Manifest]:
@@ -90,7 +96,7 @@ def parse(text: str, source: str) -> Manifest:
     if wrong:
         raise ValueError(f"{source}: {'; '.join(wrong)}")
     values: dict[str, Any] = {key: str(value) for key, value in table.items()}
-    return Manifest(**values | {key: tuple(table.get(key, ())) for key in ("mirrored", "options")})
+    return Manifest(**values | {key: tuple(table.get(key, ())) for key in _LISTS})
 
 
 def with_pin(text: str, tag: str, commit: str) -> str:

@@ -8,8 +8,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from hf_formats.files import write_text
 from tools import marks
-from tools.subtree import compare, snapshot
+from tools.subtree import compare, snapshot, work
 from tools.subtree.compare import ModuleDiff, SubtreeDiff
 from tools.subtree.manifest import Manifest
 from tools.subtree.rebase import Outcome
@@ -42,6 +43,7 @@ def status(console: Console, manifests: list[Manifest], root: Path, names: bool)
         num_marks = sum(path.startswith(item.subtree + "/") for path in marked_paths)
         options = [f"{len(item.options)} options"] if item.options else []
         here = " + ".join([*([str(len(present))] if present or not options else []), *options])
+        notes += [f"{item.name}: modules of {item.older_tag}: {', '.join(item.older)}"] if item.older else []
         missing = "\n".join(absent) or "0"
         table.add_row(item.name, item.version, here, missing, *counts, str(num_marks))
     console.print(table)
@@ -80,18 +82,19 @@ def adaptation_list(console: Console, root: Path, manifests: list[Manifest]) -> 
     console.print(table)
 
 
-def difference(console: Console, found: SubtreeDiff, names: bool) -> None:
+def difference(console: Console, item: Manifest, found: SubtreeDiff, names: bool) -> None:
     table = Table("module", *COLUMNS)
-    for item in found.shared:
-        counts = (item.same, item.differs, item.missing, item.ours_only)
-        table.add_row(item.module, *(str(len(kind)) for kind in counts))
+    for module in found.shared:
+        counts = (module.same, module.differs, module.missing, module.ours_only)
+        table.add_row(module.module, *(str(len(kind)) for kind in counts))
     table.add_section()
     table.add_row("all", *map(str, found.counts()))
     console.print(table)
-    for item in found.shared if names else ():
-        module_names(console, item)
+    for module in found.shared if names else ():
+        module_names(console, module)
     say(console, f"{len(found.shared)} modules on both sides, {len(found.missing)} only upstream")
-    say(console, *(f"ours only: {module}" for module in found.ours_only))
+    for name in found.ours_only:
+        say(console, f"of {item.older_tag}: {name}" if name in item.older else f"ours only: {name}")
 
 
 def module_names(console: Console, item: ModuleDiff, before: str = "") -> None:
@@ -102,27 +105,18 @@ def module_names(console: Console, item: ModuleDiff, before: str = "") -> None:
     say(console, *(f"{where}: {name} is ours only" for name in item.ours_only))
 
 
-def changed(console: Console, found: SubtreeDiff, text: bool) -> None:
-    """What a new version changes in what we mirror."""
-    lines = [f"renamed   {old} -> {new}" for old, new in found.renamed]
-    lines += [f"deleted   {module}" for module in found.ours_only]
-    lines += [f"new       {module}" for module in found.missing]
-    for item in found.shared:
-        lines += [f"deleted   {item.module}: {name}" for name in item.ours_only]
-        lines += [f"added     {item.module}: {name}" for name in item.missing]
-        for name, old, new in item.differs:
-            lines += [f"changed   {item.module}: {name}", f"    from {old}", f"    to   {new}"]
-    if found.texts:
-        counted = f"{len(found.texts)} mirrored module(s) with another text: --text shows it"
-        lines += found.texts.values() if text else [counted]
-    say(console, *(lines or ["nothing changes in what we mirror"]))
-
-
-def rebased(console: Console, item: Manifest, outcome: Outcome, text: bool) -> None:
-    """The outcome of a rebase and what to do next."""
-    say(console, f"{item.name}: {outcome.old} -> {outcome.new}")
-    changed(console, outcome.changes, text)
-    say(console, *(f"note: {note}" for note in outcome.notes))
+def rebased(console: Console, item: Manifest, outcome: Outcome, root: Path, text: bool, file: Path | None) -> None:
+    """What a new version changes, as a list of work, in ``file`` if there is one; and what to do next."""
+    listed = work.listed(item, outcome, root)
+    if file is not None:
+        write_text(file, listed)
+        say(console, listed.splitlines()[-1], f"The list is in {file}.")
+    else:
+        say(console, listed)
+    texts = outcome.changes.texts
+    if texts:
+        counted = f"{len(texts)} mirrored module(s) with another text: --text shows it"
+        say(console, *(texts.values() if text else [counted]))
     say(
         console,
         f"{item.subtree or item.name}: our own code, so nothing was changed.",

@@ -33,17 +33,20 @@ def load(name: str, root: Path = ROOT) -> Snapshot | None:
     return parse(path.read_text(encoding="utf-8"), str(path)) if path.is_file() else None
 
 
-def record(manifest: Manifest, upstream: Path, pin: str) -> Snapshot:
-    """The API of those mirrored modules that ``upstream`` has, the folder that ours mirrors, and that are Python."""
+def record(manifest: Manifest, upstream: Path, pin: str, root: Path = ROOT) -> Snapshot:
+    """The API of those mirrored modules that ``upstream`` has, the folder that ours mirrors, and that are Python.
+
+    What was recorded of modules of an older tag, and of options, stays.
+    """
     theirs = modules(upstream)
     found = {}
     for module in manifest.mirrors(theirs):
         with suppress(ValueError):  # a template, a test's bad example
             found[module] = public_api(theirs[module])
-    old = load(manifest.name)
-    if manifest.options and old is not None:  # no source has them
-        found[OPTIONS] = dict(old.modules[OPTIONS])
-    return Snapshot(pin, found)
+    old = load(manifest.name, root)
+    kept = (*manifest.older, *([OPTIONS] if manifest.options else []))  # no version has them any longer, or no source
+    before = {module: dict(old.modules[module]) for module in kept if module in old.modules} if old else {}
+    return Snapshot(pin, before | found)
 
 
 def compare(manifest: Manifest, snapshot: Snapshot, root: Path = ROOT) -> SubtreeDiff:

@@ -1,4 +1,6 @@
-"""Finds an upstream's files: a git url (kept in a cache), a clone, a folder, an installed package, a wheel or sdist."""
+"""Finds an upstream's files: a git url or a released package (both kept in a cache), a clone, a folder, an archive, an
+installed package.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hf_formats.cache_folder import cache_folder
+from tools.download_package import download_wheel
 from tools.subtree.git import GitError, commit_of, git
 from tools.subtree.manifest import Manifest
 
+INDEX = "pypi:"  # before the name of a released package
+PROBE_LIMIT_S, DOWNLOAD_LIMIT_S = 15.0, 120.0
 ARCHIVES = (".whl", ".zip", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 
 
@@ -25,23 +30,33 @@ class Checkout(NamedTuple):
 
     folder: Path  # the one that ours mirrors
     source: str  # where the files came from, for people
-    commit: str  # of a git upstream; "" of the other kinds, which have one version only
+    commit: str  # of a git upstream; "" of the other kinds
+    has_versions: bool  # whether other versions are had in the same way
 
 
 @contextmanager
 def checkout(manifest: Manifest, spec: str | None, version: str) -> Iterator[Checkout]:
-    """The files of an upstream, at ``version`` where it is a git repository.
+    """The files of an upstream, at ``version`` where it is a git repository or a released package.
 
-    ``spec`` is a git url, a local clone, a folder, an archive, or the name of an installed package; None is the
-    manifest's url. The folder may be temporary: it is gone when the context ends. ValueError says what was expected.
+    ``spec`` is a git url, ``pypi:`` and the name of a released package, a local clone, a folder, an archive, or the
+    name of an installed package. None is the manifest's url, or its package where the url cannot be reached. The folder
+    may be temporary: it is gone when the context ends. ValueError says what was expected.
     """
     with tempfile.TemporaryDirectory(prefix="subtree-") as scratch:
-        tree, source, commit = _tree(manifest, spec or manifest.url, version, Path(scratch).resolve())
-        yield Checkout(_inside(tree, manifest, spec or manifest.url), source, commit)
+        why = ""
+        if spec is None and manifest.package and not _is_at_hand(manifest.url, version):
+            spec, why = f"{INDEX}{manifest.package}", f" ({manifest.url} cannot be reached)"
+        spec = spec or manifest.url
+        tree, source, commit = _tree(manifest, spec, version, Path(scratch).resolve())
+        yield Checkout(_inside(tree, manifest, spec), source + why, commit, bool(commit) or spec.startswith(INDEX))
 
 
 def _tree(manifest: Manifest, spec: str, version: str, scratch: Path) -> tuple[Path, str, str]:
     path = Path(spec)
+    if spec.startswith(INDEX):
+        wheel = _released(spec.removeprefix(INDEX), version)
+        shutil.unpack_archive(wheel, scratch, format="zip")
+        return scratch, f"{wheel.name} of the package index", ""
     if _is_url(spec):
         repository = _cached(spec, version)
     elif path.is_dir():
@@ -107,12 +122,10 @@ def _cached(url: str, version: str) -> Path:
 
     One tag alone is fetched without history. An interrupted fetch leaves nothing that the next one cannot use.
     """
-    name = f"{Path(url.rstrip('/')).stem}-{hashlib.sha256(url.encode()).hexdigest()[:8]}.git"
-    folder = cache_folder() / "r1-zero-subtree" / name
+    folder, tag = _repository(url), f"refs/tags/{version}"
     folder.mkdir(parents=True, exist_ok=True)
     git(folder, "init", "--quiet", "--bare")
-    tag = f"refs/tags/{version}"
-    if commit_of(folder, tag) or (re.fullmatch("[0-9a-f]{7,40}", version) and commit_of(folder, version)):
+    if _holds(folder, version):
         return folder
     try:
         git(folder, "fetch", "--quiet", "--no-tags", "--depth=1", url, f"+{tag}:{tag}")
@@ -128,6 +141,45 @@ def _cached(url: str, version: str) -> Path:
             "sdist, or the name of an installed package"
         ) from error
     return folder
+
+
+def _repository(url: str) -> Path:
+    name = f"{Path(url.rstrip('/')).stem}-{hashlib.sha256(url.encode()).hexdigest()[:8]}.git"
+    return _cache() / name
+
+
+def _holds(repository: Path, version: str) -> bool:
+    is_commit = re.fullmatch("[0-9a-f]{7,40}", version)
+    return bool(commit_of(repository, f"refs/tags/{version}") or (is_commit and commit_of(repository, version)))
+
+
+def _is_at_hand(url: str, version: str) -> bool:
+    """Whether the cache has the version, or the url answers."""
+    repository = _repository(url)
+    if _is_clone(repository) and _holds(repository, version):
+        return True
+    try:
+        git(Path.cwd(), "ls-remote", "--quiet", url, "HEAD", limit_s=PROBE_LIMIT_S)
+        return True
+    except GitError:
+        return False
+
+
+def _released(name: str, tag: str) -> Path:
+    """The wheel of a released package at the version that ``tag`` ends in, from the cache or the package index."""
+    version = re.search(r"\d+(\.\w+)+$", tag)
+    if version is None or not re.fullmatch(r"\w[\w.-]*", name):
+        raise ValueError(f"{name} at '{tag}' is no released package: expected a name, and a tag that ends in a version")
+    if found := next(_cache().glob(f"{name.replace('-', '_')}-{version[0]}-*.whl"), None):
+        return found
+    _cache().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".wheel-", dir=_cache()) as scratch:
+        wheel = download_wheel(f"{name}=={version[0]}", Path(scratch), DOWNLOAD_LIMIT_S)
+        return wheel.rename(_cache() / wheel.name)
+
+
+def _cache() -> Path:
+    return cache_folder() / "r1-zero-subtree"
 
 
 def _installed(spec: str, manifest: Manifest) -> tuple[Path, str, str]:
