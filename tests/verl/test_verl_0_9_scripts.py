@@ -99,7 +99,9 @@ def _refused() -> Mapping[str, str]:
                     told = {key: text for key in chosen for text in error.problems if f"{key} is " in text}
                     assert told, error
                     told = {f"{key}={chosen.pop(key)}": text for key, text in told.items()}
-                    found |= {given: text for given, text in told.items() if "ranks: give" not in text}  # of other sizes
+                    found |= {
+                        given: text for given, text in told.items() if "ranks: give" not in text
+                    }  # of other sizes
     return found
 
 

@@ -80,6 +80,7 @@ _TABLE: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     (f"{_ROLES}.torchtitan", "data_parallel_*size max_seq_len mixed_precision spmd_backend", _ANY, _SHARDING),
     (_ROLES, "attn_type attention_backend_override impl_cfg.use_thd", _ANY, _OPS),
     (f"{_ROLES}.engine.impl_cfg", "optimizer", ("fsdp2", "dist_opt"), _SHARDING),
+    ("actor_rollout_ref.actor", "use_rollout_log_probs", (False,), "algorithm.rollout_correction.bypass_mode decides"),
     ("actor_rollout_ref.actor", "calculate_entropy", _FLAG, "entropy is always measured"),
     (
         "actor_rollout_ref.actor",
@@ -203,7 +204,7 @@ _TABLE: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     ("ray_kwargs", "timeline_json_file", (None,), "trainer.timeline_freq writes timelines"),
     ("critic", "enable", (False, None), _NO_CRITIC),
     ("critic", "*", _ANY, _NO_CRITIC),
-    ("reward_model", "enable", (False,), _NO_REWARD_NETWORK),
+    ("reward_model", "enable", (False, None), _NO_REWARD_NETWORK),
     ("reward_model", "strategy megatron.* model.* profiler.* micro_batch_size*", _ANY, _NO_REWARD_NETWORK),
     ("reward_model", "rollout.* enable_resource_pool n_gpus_per_node nnodes", _ANY, _NO_REWARD_NETWORK),
     ("reward_model", "launch_reward_fn_async", _FLAG, "scoring always runs while log-probs are computed"),
