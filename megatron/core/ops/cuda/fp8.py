@@ -2,7 +2,7 @@
 
 The kernels take bfloat16, float16 and float32 of any widths, on sm_90 and later; quick are widths in multiples of 128.
 Quantised copies live for one product. Weight gradients are added to a ``main_grad`` in float32. Tolerance: 1e-2 of
-``reference_fp8`` in bfloat16, 1e-5 in float32, and on a GPU whatever a division that rounds otherwise makes of it.
+``reference_fp8`` in bfloat16, 1e-5 in float32.
 """
 
 from __future__ import annotations

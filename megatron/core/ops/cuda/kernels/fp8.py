@@ -19,7 +19,7 @@ TINY = tl.constexpr(1.1754943508222875e-38)  # the smallest normal float32: a bl
 
 @triton.jit
 def _scale_of(peak: tl.tensor) -> tl.tensor:
-    scale = peak / FP8_MAX
+    scale = tl.div_rn(peak, tl.full(peak.shape, FP8_MAX, tl.float32))
     return tl.where(scale < TINY, 1.0, scale)
 
 
@@ -52,7 +52,7 @@ def quantize_rows(
     is_in = (rows[:, None] < num_rows) & (columns[None, :] < width)
     part = tl.load(x + rows[:, None] * stride + columns[None, :], mask=is_in, other=0.0).to(tl.float32)
     scale = _scale_of(tl.max(tl.abs(part), 1))
-    quantized = (part / scale[:, None]).to(tl.float8e4nv)
+    quantized = tl.div_rn(part, tl.broadcast_to(scale[:, None], part.shape)).to(tl.float8e4nv)
     tl.store(values + rows[:, None] * width + columns[None, :], quantized, mask=is_in)
     tl.store(scales + block * num_rows + rows, scale, mask=rows < num_rows)
 
@@ -85,7 +85,7 @@ def quantize_tokens(
         is_in = (rows[:, None] < end) & has_column[None, :]
         part = tl.load(x + rows[:, None] * stride + columns[None, :], mask=is_in, other=0.0).to(tl.float32)
         scale = _scale_of(tl.max(tl.abs(part), 0))
-        quantized = (part / scale[None, :]).to(tl.float8e4nv)
+        quantized = tl.div_rn(part, tl.broadcast_to(scale[None, :], part.shape)).to(tl.float8e4nv)
         places = columns.to(tl.int64)[None, :] * (num_blocks * BLOCK) + (block * BLOCK + tokens)[:, None]
         tl.store(values + places, quantized, mask=has_column[None, :])
         tl.store(scales + block * width + columns, scale, mask=has_column)
@@ -112,7 +112,7 @@ def quantize_weight(
     part = tl.load(w + start + rows.to(tl.int64)[:, None] * width + columns[None, :], mask=is_in, other=0.0)
     part = part.to(tl.float32)
     scale = _scale_of(tl.max(tl.max(tl.abs(part), 1), 0))
-    quantized = (part / scale).to(tl.float8e4nv)
+    quantized = tl.div_rn(part, tl.broadcast_to(scale, part.shape)).to(tl.float8e4nv)
     row_blocks, column_blocks = tl.cdiv(num_rows, BLOCK), tl.cdiv(width, BLOCK)
     scales += expert * row_blocks * column_blocks
     if TRANSPOSED:
