@@ -163,12 +163,16 @@ def multiply(
         x_places = x + rows.to(tl.int64)[:, None] * inner + steps[None, :]
         w_places = w + columns.to(tl.int64)[None, :] * inner + steps[:, None]
         total = tl.zeros([BLOCK, BLOCK], dtype=tl.float32)
+        scale, w_scale = tl.load(x_scales + rows, mask=is_row, other=0.0), tl.load(w_scales)
         for part in range(inner_blocks):
             is_in = steps < inner - part * BLOCK
             left = tl.load(x_places + part * BLOCK, mask=is_row[:, None] & is_in[None, :], other=0.0)
             right = tl.load(w_places + part * BLOCK, mask=is_column[None, :] & is_in[:, None], other=0.0)
-            scale = tl.load(x_scales + part * num_rows + rows, mask=is_row, other=0.0)
-            total += tl.dot(left, right) * (scale * tl.load(w_scales + part))[:, None]
+            scaled_by = scale * w_scale
+            ahead = tl.minimum(part + 1, inner_blocks - 1)  # loaded while the tensor cores work
+            scale = tl.load(x_scales + ahead * num_rows + rows, mask=is_row, other=0.0)
+            w_scale = tl.load(w_scales + ahead)
+            total += tl.dot(left, right) * scaled_by[:, None]
         places = out + rows.to(tl.int64)[:, None] * width + columns[None, :]
         tl.store(places, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 
@@ -206,12 +210,16 @@ def multiply_tokens(
     a_places = a + rows.to(tl.int64)[:, None] * stride + tokens[None, :]
     b_places = b + columns.to(tl.int64)[None, :] * stride + tokens[:, None]
     total = tl.zeros([BLOCK, BLOCK], dtype=tl.float32)
+    a_scale = tl.load(a_scales + first * a_width + rows, mask=is_row & (blocks > 0), other=0.0)
+    b_scale = tl.load(b_scales + first * b_width + columns, mask=is_column & (blocks > 0), other=0.0)
     for block in range(first, first + blocks):
         left = tl.load(a_places + block * BLOCK, mask=is_row[:, None], other=0.0)
         right = tl.load(b_places + block * BLOCK, mask=is_column[None, :], other=0.0)
-        a_scale = tl.load(a_scales + block * a_width + rows, mask=is_row, other=0.0)
-        b_scale = tl.load(b_scales + block * b_width + columns, mask=is_column, other=0.0)
-        total += tl.dot(left, right) * a_scale[:, None] * b_scale[None, :]
+        left_scale, right_scale = a_scale, b_scale
+        ahead = tl.minimum(block + 1, first + blocks - 1)
+        a_scale = tl.load(a_scales + ahead * a_width + rows, mask=is_row, other=0.0)
+        b_scale = tl.load(b_scales + ahead * b_width + columns, mask=is_column, other=0.0)
+        total += tl.dot(left, right) * left_scale[:, None] * right_scale[None, :]
     places = out + (expert.to(tl.int64) * a_width + rows[:, None]) * b_width + columns[None, :]
     is_in = is_row[:, None] & is_column[None, :]
     if ADDS:
