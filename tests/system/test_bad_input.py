@@ -78,7 +78,7 @@ def test_layout_that_does_not_divide(prepared: Prepared, tmp_path: Path) -> None
     ]
     message = refused(prepared.environment(tmp_path / "run"), arguments)
     assert "world size 3 is not a multiple of TP 1 x PP 2 x CP 1 = 2" in message
-    assert "world size 3 is not a multiple of expert TP 1 x EP 2 x PP 2 = 4" in message
+    assert "world size 3 is not a multiple of expert TP 1 x EP 3 x PP 2 = 6" in message
     assert "rollout.tensor_model_parallel_size is 2; it must divide the 3 devices" in message
 
 
