@@ -43,6 +43,7 @@ def quantize_rows(
     num_rows: tl.tensor,
     width: tl.tensor,
     stride: tl.tensor,
+    scales_stride: tl.tensor,
     ROWS: tl.constexpr,
 ) -> None:
     """ROWS rows of one block of columns: values e4m3 [rows, width], scales [blocks of columns, rows]."""
@@ -54,7 +55,7 @@ def quantize_rows(
     scale = _scale_of(tl.max(tl.abs(part), 1))
     quantized = tl.div_rn(part, tl.broadcast_to(scale[:, None], part.shape)).to(tl.float8e4nv)
     tl.store(values + rows[:, None] * width + columns[None, :], quantized, mask=is_in)
-    tl.store(scales + block * num_rows + rows, scale, mask=rows < num_rows)
+    tl.store(scales + block * scales_stride + rows, scale, mask=rows < num_rows)
 
 
 @triton.jit
@@ -77,7 +78,7 @@ def quantize_tokens(
     """
     block = tl.program_id(0)
     _, first, end = _rows_of(block, ends, experts, num_rows, GROUPED)
-    if first < end:
+    if not GROUPED or first < end:
         tokens = tl.arange(0, BLOCK)
         rows = first.to(tl.int64) + tokens
         columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
