@@ -174,6 +174,7 @@ def test_everything_wrong_is_in_one_message(prepared: Prepared, tmp_path: Path) 
         "foo=1",
         "trainer.save_freq=abc",
         "trainer.n_gpus_per_node=3",
+        "actor_rollout_ref.actor.megatron.expert_model_parallel_size=2",
         "trainer.logger=absent",
         override("custom_reward_function.path", tmp_path / "reward.py"),
         f"data.custom_cls={{path:{tmp_path / 'absent.py'},name:Mine}}",
