@@ -114,7 +114,7 @@ def quantize(weight_OI: Tensor) -> Fp8Blocks:
 
 def scales_of_peaks(peak: Tensor) -> Tensor:
     """Return the fp32 scales (scale_inv) of blocks whose largest magnitudes are ``peak``."""
-    scale = peak / FP8_MAX
+    scale = peak / torch.full_like(peak, FP8_MAX)  # by a number, a GPU multiplies by its rounded inverse
     # A subnormal scale would lose the block's precision or underflow to 0: the block counts as zero.
     return torch.where(scale < torch.finfo(torch.float32).tiny, torch.ones_like(scale), scale)
 

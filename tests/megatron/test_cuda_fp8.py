@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.parallel_state import ProcessGroups
 from megatron.core.tensor_parallel.layers import linear
 from megatron.core.transformer.transformer_config import RECOMPUTE_MODULES
+from tests import fp8_block_form
 from tests.megatron.cuda_op_helpers import MARKS, assert_close, randn
 from tests.megatron.interpreted_casts import casts_of_a_gpu
 from tests.megatron.model_helpers import make_model, packed_batch, tiny_config
@@ -89,6 +91,32 @@ def test_products_of_linear_layers(fp8: TrainOps, tokens: int, inputs: int, outp
         found.append([out.detach(), *(leaf.grad for leaf in leaves)])
     for got, want in zip(*found, strict=True):
         assert_close(got, want, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("has_sums", [False, True])
+def test_linear_layers_of_many_tokens_are_those_of_cublas(has_sums: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens that are no multiple of what cuBLAS reads at a time; other widths take the kernels."""
+    from megatron.core.ops.cuda import fp8
+
+    monkeypatch.setattr(fp8, "_CUBLAS_TOKENS", 6)
+    calls: list[Tensor] = []
+    ours = fp8.Fp8Products(partial(fp8_block_form.scaled_mm, calls))
+    for outputs, num_calls in ((512, 3), (528, 5), (520, 5)):  # of 528 the gradient of x has no whole groups
+        x, w, grad = (
+            _outliers(torch.bfloat16, *size, seed=sum(size)) for size in ((6, 512), (outputs, 512), (6, outputs))
+        )
+        sums = [randn(torch.float32, outputs, 512) for _ in range(2)]
+        both: list[Any] = [ours, reference_fp8.Fp8Products()]
+        for products, main_grad in zip(both, sums, strict=True):
+            weight = w.clone()
+            if has_sums and products is ours:
+                weight.main_grad = main_grad  # type: ignore[attr-defined]
+            found = products.forward(x, w), products.dgrad(grad, w), products.wgrad(grad, x, weight)
+            if products is ours:
+                got = (*found[:2], main_grad - sums[1] if has_sums else found[2])
+        assert len(calls) == num_calls
+        for mine, want in zip(got, found, strict=True):
+            assert_close(mine.to(want.dtype), want, TOLERANCE[torch.bfloat16])
 
 
 def test_rounding_to_e4m3_costs_what_its_bits_say() -> None:

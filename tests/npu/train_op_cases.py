@@ -401,6 +401,7 @@ CASES: dict[str, Entry] = {
         router_without_tokens,
         npu_ops=("npu_moe_gating_top_k",),
         dtypes=(FP32,),
+        tolerance={FP32: 2e-6},  # the reference itself is 1.2e-6 from a CPU's gradient on an H200
     ),
     "log_sum_exp": _entry(sums_over_logits, npu_ops=()),
     "cross_entropy_grad": _entry(gradient_of_logits, npu_ops=()),

@@ -28,6 +28,7 @@ from tools.launch.processes import OwnProcesses
 from tools.launch.roles import NodeRole, find_role
 from tools.launch.settings import Settings, read_settings, variables
 from tools.launch.stages import driver_stage, stages
+from verl.trainer.config import validate_config
 from verl.trainer.config.override_text import override
 from verl.utils.net_utils import free_ports
 from verl.utils.trackers import TRACKERS
@@ -150,6 +151,12 @@ def test_the_watch_is_replaced_when_it_dies(tmp_path: Path) -> None:
         assert run.watch is None and run.others_wait, "the run goes on, and the other nodes are still to be told"
     finally:
         run.processes.end_all()
+
+
+def test_the_tiny_run_takes_one_device(tmp_path: Path) -> None:
+    """As on a machine with one GPU: no layout has to be given."""
+    settings = read_settings(load_recipe("r1_zero"), [], {"NPUS_PER_NODE": "1", "OUTPUT_DIR": str(tmp_path)})
+    assert validate_config(resolve_config(settings)) == []
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_layout_that_does_not_divide(prepared: Prepared, tmp_path: Path) -> None
     ]
     message = refused(prepared.environment(tmp_path / "run"), arguments)
     assert "world size 3 is not a multiple of TP 1 x PP 2 x CP 1 = 2" in message
-    assert "world size 3 is not a multiple of expert TP 1 x EP 2 x PP 2 = 4" in message
+    assert "world size 3 is not a multiple of expert TP 1 x EP 3 x PP 2 = 6" in message
     assert "rollout.tensor_model_parallel_size is 2; it must divide the 3 devices" in message
 
 
@@ -174,6 +174,7 @@ def test_everything_wrong_is_in_one_message(prepared: Prepared, tmp_path: Path) 
         "foo=1",
         "trainer.save_freq=abc",
         "trainer.n_gpus_per_node=3",
+        "actor_rollout_ref.actor.megatron.expert_model_parallel_size=2",
         "trainer.logger=absent",
         override("custom_reward_function.path", tmp_path / "reward.py"),
         f"data.custom_cls={{path:{tmp_path / 'absent.py'},name:Mine}}",

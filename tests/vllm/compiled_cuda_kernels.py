@@ -23,6 +23,7 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vllm.ops.contract import DecodeMetadata, HeadNorms, PrefillMetadata, RolloutOps, RouterSettings, SamplingBatch
 from vllm.ops.cuda import kernels
@@ -90,6 +91,8 @@ class Compiler:
 def _type_of(value: Any) -> str:
     if isinstance(value, Tensor):
         return POINTERS[value.dtype]
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{POINTERS[value.base.dtype][1:]}{[*value.block_shape]}>".replace(" ", "")
     return "fp32" if isinstance(value, float) else "i32"
 
 
@@ -148,21 +151,22 @@ def run_others(ops: RolloutOps, hidden: int, width: int, experts: int, dtype: to
     ops.sample(torch.empty(64, 129280), SamplingBatch(torch.empty(64), *keys, None, None, None, True, True))
 
 
-def held_in_fp8(*shape: int) -> Fp8Operand:
+def held_in_fp8(has_whole_row_blocks: bool, *shape: int) -> Fp8Operand:
     """A weight of whole blocks."""
     scale_inv = torch.empty(*shape[:-2], -(-shape[-2] // 128), shape[-1] // 128)
     rows = torch.empty(shape[-2], dtype=torch.int64)
     values = torch.empty(*shape, dtype=torch.float8_e4m3fn)
-    return Fp8Operand(values, BlockScales(scale_inv, rows, None, torch.bfloat16))
+    return Fp8Operand(values, BlockScales(scale_inv, rows, None, torch.bfloat16, has_whole_row_blocks))
 
 
 def run_fp8(ops: RolloutOps, hidden: int, width: int, latents: int) -> None:
     """Products of DeepSeek-V3's kind, of a decode step and of prompts."""
-    for tokens in (64, 4096):
+    for tokens, is_whole in ((64, False), (4096, False), (4096, True)):
         x = torch.empty(tokens, hidden, dtype=torch.bfloat16)
-        ops.linear(x, held_in_fp8(latents, hidden))
+        ops.linear(x, held_in_fp8(is_whole, latents, hidden))
         ids, weights = torch.empty(tokens, 8, dtype=torch.int64), torch.empty(tokens, 8)
-        ops.fused_experts(x, (held_in_fp8(32, 2 * width, hidden), held_in_fp8(32, hidden, width)), (weights, ids), 0)
+        matrices = held_in_fp8(is_whole, 32, 2 * width, hidden), held_in_fp8(is_whole, 32, hidden, width)
+        ops.fused_experts(x, matrices, (weights, ids), 0)
 
 
 def cases(multiplies_fp8: bool) -> Iterator[tuple[str, Callable[[RolloutOps], None]]]:

@@ -31,7 +31,7 @@ KERNELS = {
         "topk_router",
     ),
 }
-FP8_KERNELS = {"block_product", "quantize_rows", "silu_and_mul_quantized", "sum_of_splits"}  # not of sm_80
+FP8_KERNELS = {"block_product", "quantize_rows", "silu_and_mul_quantized", "sum_of_splits", "wide_product"}  # no sm_80
 
 
 def compiled(architecture: str, case: str, cache: Path) -> list[dict[str, int | str]]:

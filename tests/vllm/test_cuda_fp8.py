@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 pytest.importorskip("triton", reason="kernels of the CUDA table are written in Triton, which this environment lacks")
 
 from hf_formats.fp8 import BLOCK, FP8_DTYPE, quantize
+from tests import fp8_block_form
 from tests.vllm import deep_gemm_form
 from tests.vllm.capturing_platform import DEVICE
 from tests.vllm.fp8_tiny import ALIGNED, fp8_tensors, write_directory
@@ -111,6 +113,41 @@ def test_linear(tokens: int, inputs: int, outputs: int, first_row: int, dtype: t
     assert_near(FP8.linear(x, weight), expected)
     assert_near(expected, x @ dense(parameter_of(weight)).T, tolerance=0.05)
     assert FP8.linear(x[:0], weight).shape == (0, outputs)
+
+
+@DTYPES
+def test_products_of_many_rows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles beside the last output, of two experts and of none; rows by a map, and as they lie."""
+    monkeypatch.setattr("vllm.ops.cuda.fp8._WIDE_OUTPUTS", 0)
+    names: list[str] = []
+
+    def launched(name: str, *arguments: Any, **options: Any) -> None:
+        names.append(name)
+        launch(name, *arguments, **options)
+
+    wide = Fp8Products(launched)
+    x, source = torch.randn(260, 256).to(dtype), torch.randint(0, 260, (300,))
+    for outputs in (300, 128):
+        weight = held(dtype, outputs, 256)
+        assert_near(wide.linear(x, weight), reference_fp8.linear(x, weight))
+    weight, ends = held(dtype, 3, 300, 256), torch.tensor([200, 200, 290]).int()
+    for rows in (source, None):
+        chosen, stops = (x, torch.tensor([200, 200, 250]).int()) if rows is None else (x[source], ends)
+        found = wide.grouped(wide.quantize(x), weight, stops, rows)
+        assert_near(found[: stops[-1]], reference_fp8.grouped(chosen, weight, stops)[: stops[-1]])
+    assert names.count("wide_product") == 4 and "block_product" not in names
+
+
+def test_linear_layers_of_many_tokens_are_those_of_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless its limits forbid it: whole groups of channels, whole blocks of rows, bfloat16."""
+    monkeypatch.setattr("vllm.ops.cuda.fp8._CUBLAS_TOKENS", 3)
+    calls: list[Tensor] = []
+    products = Fp8Products(launch, partial(fp8_block_form.scaled_mm, calls))
+    cases = [(BF16, 5, 208, 512, 0), (BF16, 2, 208, 512, 0), (BF16, 5, 200, 512, 0), (BF16, 5, 208, 640, 0)]
+    for dtype, tokens, outputs, inputs, first_row in [*cases, (BF16, 5, 208, 512, 16), (FP32, 5, 208, 512, 0)]:
+        weight, x = held(dtype, outputs, inputs, first_row=first_row), torch.randn(tokens, inputs).to(dtype)
+        assert_near(products.linear(x, weight), reference_fp8.linear(x, weight))
+    assert [len(call) for call in calls] == [8]
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,12 @@ def fused_experts(x_TH: Tensor, matrices: ExpertMatrices, choices: Choices, firs
     return out_TH
 
 
+def grouped(x_SI: Tensor, weight_EOI: Fp8Operand, ends_E: Tensor) -> Tensor:
+    """[S, O]: each expert's matrix by its rows, which end where `ends` says."""
+    rows = x_SI.tensor_split(ends_E[:-1].long().cpu())
+    return torch.cat([linear(x, _expert_of(weight_EOI, expert)) for expert, x in enumerate(rows)])
+
+
 def _expert_of(weight_EOI: Fp8Operand, expert: int) -> Fp8Operand:
     scales = replace(weight_EOI.scales, scale_inv=weight_EOI.scales.scale_inv[expert])
     return Fp8Operand(weight_EOI.values[expert], scales)

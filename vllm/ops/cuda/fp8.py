@@ -1,5 +1,5 @@
 """FP8 products on NVIDIA devices: weights in 128 x 128 blocks, activations quantised here for each token and 128
-channels (vllm/ops/reference_fp8.py).
+channels (vllm/ops/reference_fp8.py). Linear layers of many tokens are cuBLAS's where it has such products.
 
 Limits: weights whose blocks are whole along the inputs and whose inputs lie side by side in memory; devices with FP8
 tensor cores that take every tile (compute capability 9 and 10). Tolerance: 1e-5 (float32), 1e-2 (bfloat16).
@@ -7,7 +7,8 @@ tensor cores that take every tile (compute capability 9 and 10). Tolerance: 1e-5
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,10 @@ _CAPABILITIES = (9, 10)  # Hopper and Blackwell of data centres
 _MOST_SPLITS = 4  # each more writes and reads the product once more, in fp32
 _LEAST_BLOCKS = 4  # of 128 channels that a program adds up
 _TILE_BLOCKS = 8  # of 128 channels that a program quantises
+_CUBLAS_TOKENS = 1024  # from which on cuBLAS is quicker
+_WIDE_OUTPUTS = 1 << 22  # of a product in tiles of 128 x 256: fewer leave processors idle
+
+ScaledMM = Callable[..., Tensor]
 
 
 class Fp8Rows(NamedTuple):
@@ -35,10 +40,29 @@ def has_fp8_products() -> bool:
     return not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] in _CAPABILITIES
 
 
+def scaled_mm() -> ScaledMM | None:
+    """torch's products by cuBLAS, where both have those of blocks: on Hopper, by CUDA 12.9 and later."""
+    version = tuple(map(int, (torch.version.cuda or "0").split(".")))
+    has_blocks = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0) and version >= (12, 9)
+    return torch._scaled_mm if has_blocks else None
+
+
 def fits(weight: Tensor) -> bool:
     """See ``RolloutOps.takes_fp8``."""
     scales = block_scales_of(weight)
     return scales is not None and scales.column_blocks_C is None and weight.is_contiguous()
+
+
+def _suits_cublas(weight: Fp8Operand) -> bool:
+    outputs, inputs = weight.shape
+    is_whole = outputs % 16 == 0 and inputs % (4 * BLOCK) == 0
+    return is_whole and weight.dtype is torch.bfloat16 and weight.scales.has_whole_row_blocks
+
+
+def _tiles_of(values: Tensor) -> Any:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(values.view(-1, values.shape[-1]), [BLOCK, BLOCK])
 
 
 class Fp8Products:
@@ -46,18 +70,24 @@ class Fp8Products:
 
     implementation = "FP8 kernels"
 
-    def __init__(self, launch: Launch) -> None:
-        self._launch = launch
+    def __init__(self, launch: Launch, scaled_mm: ScaledMM | None = None) -> None:
+        self._launch, self._scaled_mm = launch, scaled_mm
+        if scaled_mm is not None:
+            self.implementation = "FP8 kernels, cuBLAS for many tokens"
 
     def linear(self, x_TI: Tensor, weight_OI: Fp8Operand) -> Tensor:
         """See ``RolloutOps.linear``."""
-        rows = self.quantize(last_contiguous(x_TI.to(weight_OI.dtype)))
-        return self._product(rows, weight_OI, len(x_TI), None, None)
+        x_TI = last_contiguous(x_TI.to(weight_OI.dtype))
+        if self._scaled_mm is None or len(x_TI) < _CUBLAS_TOKENS or not _suits_cublas(weight_OI):
+            return self._product(self.quantize(x_TI), weight_OI, len(x_TI), None, None)
+        rows = self.quantize(x_TI, -(-len(x_TI) // 4) * 4)  # cuBLAS reads scales by 16 bytes; rows beyond are anything
+        scales = {"scale_a": rows.scale_CT.t(), "scale_b": weight_OI.scales.scale_inv.t()}
+        return self._scaled_mm(rows.values_TI, weight_OI.values.t(), **scales, out_dtype=x_TI.dtype)[: len(x_TI)]
 
-    def quantize(self, x_TI: Tensor) -> Fp8Rows:
-        """x may be a strided slice of columns."""
+    def quantize(self, x_TI: Tensor, num_rows: int | None = None) -> Fp8Rows:
+        """x may be a strided slice of columns; num_rows: with room for so many."""
         tokens, inputs = x_TI.shape
-        rows = self._new_rows(x_TI, tokens, inputs)
+        rows = self._new_rows(x_TI, num_rows or tokens, inputs)
         self._for_blocks("quantize_rows", rows, x_TI, x_TI.stride(0))
         return rows
 
@@ -85,18 +115,21 @@ class Fp8Products:
         mean = -(-num_rows // experts)
         tile_T = min(tile_for(mean if ends_E is None else max(mean, min(2 * mean, 64)), least=16), 128)
         tile_O = 64 if tile_T <= 64 else 128
+        is_wide = tile_T == 128 and weight.scales.has_whole_row_blocks and num_rows * outputs >= _WIDE_OUTPUTS
+        tile_O = 256 if is_wide else tile_O
         tiles_T, tiles_O = -(-num_rows // tile_T) + (experts if ends_E is not None else 0), -(-outputs // tile_O)
         busy = tiles_O * (-(-num_rows // tile_T) if ends_E is None else min(experts, num_rows))
         most = min(_MOST_SPLITS, inputs // (BLOCK * _LEAST_BLOCKS))
-        splits = max(1, min(most, 2 * num_processors(scale_inv.device) // max(1, busy)))
+        splits = 1 if is_wide else max(1, min(most, 2 * num_processors(scale_inv.device) // max(1, busy)))
         out = scale_inv.new_empty(num_rows, outputs, dtype=weight.dtype)
         parts = out if splits == 1 else scale_inv.new_empty(splits, num_rows, outputs)
         self._launch(
-            "block_product",
+            "wide_product" if is_wide else "block_product",
             (tiles_T * tiles_O * (num_rows > 0), splits),
             *(x.values_TI, x.scale_CT, len(x.values_TI)),
             x.scale_CT if source_S is None else source_S,
-            *(weight.values, scale_inv, weight.scales.row_blocks_R, scale_inv.shape[-2]),
+            _tiles_of(weight.values) if is_wide else weight.values,
+            *(scale_inv, weight.scales.row_blocks_R, scale_inv.shape[-2]),
             *(x.scale_CT if ends_E is None else ends_E, parts, num_rows, tiles_T),
             HAS_ROWS=source_S is not None,
             HAS_EXPERTS=ends_E is not None,
@@ -123,4 +156,4 @@ class Fp8Products:
     def _for_blocks(self, name: str, rows: Fp8Rows, x: Tensor, limit: Tensor | int) -> None:
         blocks, tokens = rows.scale_CT.shape
         tile = min(tile_for(blocks), _TILE_BLOCKS)
-        self._launch(name, (tokens, -(-blocks // tile)), x, limit, *rows, tokens, C=blocks, TILE_C=tile)
+        self._launch(name, (len(x), -(-blocks // tile)), x, limit, *rows, tokens, C=blocks, TILE_C=tile)

@@ -16,7 +16,7 @@ from vllm.ops.cuda.attention import Attention
 from vllm.ops.cuda.deep_gemm import DeepGemmProducts, check_deep_gemm
 from vllm.ops.cuda.exchange import exchanged_experts
 from vllm.ops.cuda.experts import ExpertOps
-from vllm.ops.cuda.fp8 import Fp8Products, fits, has_fp8_products
+from vllm.ops.cuda.fp8 import Fp8Products, fits, has_fp8_products, scaled_mm
 from vllm.ops.cuda.launch import Launch, check_triton, launch
 from vllm.ops.cuda.rows import RowOps
 from vllm.ops.weights import Fp8Operand, new_row_major_weight
@@ -41,7 +41,7 @@ def rollout_ops() -> RolloutOps:
     Raises:
         ValueError: triton is not installed, or torch is too old.
     """
-    return _table_of(Fp8Products, has_fp8_products())
+    return _table_of(partial(Fp8Products, scaled_mm=scaled_mm()), has_fp8_products())
 
 
 def deep_gemm_ops() -> RolloutOps:

@@ -1,12 +1,14 @@
-"""FP8 products of linear layers and of experts: the arithmetic of ``reference_fp8``, in Triton.
+"""FP8 products of linear layers and of experts: the arithmetic of ``reference_fp8``, in Triton; by cuBLAS on Hopper in
+linear layers of many tokens.
 
 The kernels take bfloat16, float16 and float32 of any widths, on sm_90 and later; quick are widths in multiples of 128.
 Quantised copies live for one product. Weight gradients are added to a ``main_grad`` in float32. Tolerance: 1e-2 of
-``reference_fp8`` in bfloat16, 1e-5 in float32, and on a GPU whatever a division that rounds otherwise makes of it.
+``reference_fp8`` in bfloat16, 1e-5 in float32.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +20,17 @@ from megatron.core.ops.cuda.kernels import fp8 as kernels
 from megatron.core.utils import async_h2d
 
 _ROWS, _COLUMNS = 32, 64  # of a program that quantises
+_CUBLAS_TOKENS = 1024  # from which on cuBLAS multiplies, where torch has its products of blocks
 _ROWS_TOGETHER = 8  # blocks of tokens that programs beside one another share columns of
+
+ScaledMM = Callable[..., Tensor]
+
+
+def products_of_cublas() -> ScaledMM | None:
+    """torch's, on the one kind of GPU that cuBLAS multiplies blocks on: Hopper, from CUDA 12.9 on."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        return None
+    return torch._scaled_mm if [int(part) for part in (torch.version.cuda or "0").split(".")] >= [12, 9] else None
 
 
 @dataclass(frozen=True)
@@ -43,16 +55,37 @@ class TokenBlocks:
 
 
 class Fp8Products:
-    """See ``contract.LinearProducts``."""
+    """See ``contract.LinearProducts``. scaled_mm: ``torch._scaled_mm`` where it multiplies blocks."""
+
+    def __init__(self, scaled_mm: ScaledMM | None = None) -> None:
+        self._scaled_mm = scaled_mm
 
     def forward(self, x: Tensor, w: Tensor) -> Tensor:
-        return _multiply(x, w.unsqueeze(0), TokenBlocks.of(len(x), None, x.device), transposed=False)
+        return self._multiply(x, w, transposed=False)
 
     def dgrad(self, grad: Tensor, w: Tensor) -> Tensor:
-        return _multiply(grad, w.unsqueeze(0), TokenBlocks.of(len(grad), None, grad.device), transposed=True)
+        return self._multiply(grad, w, transposed=True)
 
     def wgrad(self, grad: Tensor, x: Tensor, w: Tensor) -> Tensor:
-        return _weight_grad(grad, x, w, TokenBlocks.of(len(x), None, x.device))
+        if not self._takes(x, *w.shape, 4 * BLOCK):
+            return _weight_grad(grad, x, w, TokenBlocks.of(len(x), None, x.device))
+        return _weight_grad(grad, x, w, TokenBlocks(len(x), -(-len(x) // (4 * BLOCK)) * 4), self._scaled_mm)
+
+    def _multiply(self, x: Tensor, w: Tensor, *, transposed: bool) -> Tensor:
+        width, inner = w.shape[::-1] if transposed else w.shape
+        if not self._takes(x, 16, width, inner):
+            return _multiply(x, w.unsqueeze(0), TokenBlocks.of(len(x), None, x.device), transposed=transposed)
+        (values, scales), (w_values, w_scales) = (
+            _quantized_rows(x, -(-len(x) // 4) * 4),
+            _quantized_weight(w[None], transposed),
+        )
+        by = {"scale_a": scales.t(), "scale_b": w_scales[0].t(), "out_dtype": x.dtype}
+        return self._scaled_mm(values, w_values[0].t(), **by)[: len(x)]  # type: ignore[misc]
+
+    def _takes(self, x: Tensor, rows: int, width: int, inner: int) -> bool:
+        """Whether cuBLAS takes [rows, inner] by [inner, width] of these tokens: it reads scales by 16 bytes."""
+        is_whole = rows % 16 == width % 16 == 0 and inner % (4 * BLOCK) == 0
+        return self._scaled_mm is not None and len(x) >= _CUBLAS_TOKENS and x.dtype is torch.bfloat16 and is_whole
 
 
 def grouped_matmul(x: Tensor, w: Tensor, tokens_per_expert: Tensor) -> Tensor:
@@ -106,7 +139,7 @@ def _multiply(x: Tensor, w: Tensor, blocks: TokenBlocks, *, transposed: bool) ->
     return out
 
 
-def _weight_grad(a: Tensor, b: Tensor, w: Tensor, blocks: TokenBlocks) -> Tensor:
+def _weight_grad(a: Tensor, b: Tensor, w: Tensor, blocks: TokenBlocks, scaled_mm: ScaledMM | None = None) -> Tensor:
     """The sum over tokens of a [T, A] by b [T, B], for each expert of w [E, A, B] or for w [A, B]."""
     sums = getattr(w, "main_grad", None)
     out = torch.empty_like(w)
@@ -116,6 +149,12 @@ def _weight_grad(a: Tensor, b: Tensor, w: Tensor, blocks: TokenBlocks) -> Tensor
     if not len(a):
         return out.zero_()
     pairs = [*_quantized_tokens(a, blocks), *_quantized_tokens(b, blocks)]
+    if scaled_mm is not None:
+        (left, left_scales), (right, right_scales) = pairs[:2], pairs[2:]
+        by = {"scale_a": left_scales.t(), "scale_b": right_scales, "out_dtype": torch.float32}
+        product = scaled_mm(left, right.t(), **by)
+        (out.copy_ if sums is None else sums.add_)(product)
+        return out
     grid = num_blocks(a.shape[1]), num_blocks(b.shape[1]), w.shape[0] if w.dim() == 3 else 1
     kernels.multiply_tokens[grid](
         *pairs,
@@ -133,12 +172,13 @@ def _weight_grad(a: Tensor, b: Tensor, w: Tensor, blocks: TokenBlocks) -> Tensor
     return out
 
 
-def _quantized_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    x = x if x.stride(1) == 1 else x.contiguous()
-    values = torch.empty(x.shape, dtype=FP8_DTYPE, device=x.device)
-    scales = torch.empty(num_blocks(x.shape[1]), len(x), dtype=torch.float32, device=x.device)
+def _quantized_rows(x: Tensor, num_rows: int | None = None) -> tuple[Tensor, Tensor]:
+    """num_rows: with room for so many."""
+    x, num_rows = x if x.stride(1) == 1 else x.contiguous(), num_rows or len(x)
+    values = torch.empty(num_rows, x.shape[1], dtype=FP8_DTYPE, device=x.device)
+    scales = torch.empty(num_blocks(x.shape[1]), num_rows, dtype=torch.float32, device=x.device)
     grid = -(-len(x) // _ROWS), len(scales)
-    kernels.quantize_rows[grid](x, values, scales, *x.shape, x.stride(0), ROWS=_ROWS)
+    kernels.quantize_rows[grid](x, values, scales, *x.shape, x.stride(0), num_rows, ROWS=_ROWS)
     return values, scales
 
 

@@ -40,7 +40,7 @@ _NAMES = {
 }
 
 
-_FP8_NAME = "native (triton, FP8: e4m3 blocks of activations, gradients and weights)"
+_FP8_NAME = "native (triton, on Hopper cuBLAS; FP8: e4m3 blocks of activations, gradients and weights)"
 _FP8_CAPABILITY = (9, 0)
 
 
@@ -121,6 +121,6 @@ def _with_fp8(table: TrainOps, fp8: str | None, recipe: str | None) -> TrainOps:
     return replace(
         table,
         grouped_matmul=products.grouped_matmul,
-        linear_products=products.Fp8Products(),
+        linear_products=products.Fp8Products(products.products_of_cublas()),
         names=table.names | dict.fromkeys(("grouped_matmul", "linear_products"), _FP8_NAME),
     )

@@ -68,6 +68,29 @@ def _write_quantized(x_CI: tl.tensor, values_at: tl.tensor, scales_at: tl.tensor
 
 
 @triton.jit
+def _tiles_of(
+    ends: tl.tensor,
+    T: tl.tensor,
+    tiles_T: tl.tensor,
+    HAS_EXPERTS: tl.constexpr,
+    E: tl.constexpr,
+    TILE_E: tl.constexpr,
+    TILE_T: tl.constexpr,
+    TILES_O: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """This program's expert (E: none), its first row and where its expert's rows end, and its tile of outputs."""
+    program = tl.program_id(0)
+    first_tile = program // (TILES_BESIDE * TILES_O) * TILES_BESIDE
+    beside = tl.minimum(tiles_T - first_tile, TILES_BESIDE)
+    within = program % (TILES_BESIDE * TILES_O)
+    tile, tile_O = first_tile + within % beside, within // beside
+    expert, start, stop = tile * 0, tile * TILE_T, T
+    if HAS_EXPERTS:
+        expert, start, stop = expert_of_tile(ends, tile, E, TILE_E, TILE_T)
+    return expert, start, stop, tile_O
+
+
+@triton.jit
 def block_product(
     x: tl.tensor,  # e4m3 [X, I], contiguous
     x_scales: tl.tensor,  # fp32 [C, X], contiguous
@@ -91,18 +114,11 @@ def block_product(
     TILE_T: tl.constexpr,
     TILE_O: tl.constexpr,
 ) -> None:
-    tiles_O: tl.constexpr = (O + TILE_O - 1) // TILE_O
-    program, split = tl.program_id(0), tl.program_id(1)
-    first_tile = program // (TILES_BESIDE * tiles_O) * TILES_BESIDE
-    beside = tl.minimum(tiles_T - first_tile, TILES_BESIDE)
-    within = program % (TILES_BESIDE * tiles_O)
-    tile, tile_O = first_tile + within % beside, within // beside
-    expert, first_output, start, stop = 0, 0, tile * TILE_T, T
-    if HAS_EXPERTS:
-        expert, start, stop = expert_of_tile(ends, tile, E, TILE_E, TILE_T)
-        if expert >= E:
-            return
-        first_output = expert.to(tl.int64) * O
+    split = tl.program_id(1)
+    expert, start, stop, tile_O = _tiles_of(ends, T, tiles_T, HAS_EXPERTS, E, TILE_E, TILE_T, tl.cdiv(O, TILE_O))
+    if expert >= E:
+        return
+    first_output = expert.to(tl.int64) * O
     t, output, i = tl.arange(0, TILE_T), tile_O * TILE_O + tl.arange(0, TILE_O), tl.arange(0, BLOCK)
     is_row, is_output = start + t < stop, output < O
     # What lies outside is computed from a row and an output inside, and not stored: loads need no masks.
@@ -121,6 +137,61 @@ def block_product(
         sum_OT += products_OT * scale_O[:, None] * scale_T[None, :]
     out_at = out + (split * T + start).to(tl.int64) * O + t[None, :] * O + output[:, None]
     tl.store(out_at, rounded(sum_OT, out.dtype.element_ty), mask=is_row[None, :] & is_output[:, None])
+
+
+@triton.jit
+def wide_product(
+    x: tl.tensor,
+    x_scales: tl.tensor,
+    X: tl.tensor,
+    rows: tl.tensor,
+    weight: tl.tensor,  # a descriptor of tiles [128, 128] of [E * O, I]
+    scales: tl.tensor,
+    row_blocks: tl.tensor,  # not read: output o takes row o // 128 of the scales
+    R: tl.tensor,
+    ends: tl.tensor,
+    out: tl.tensor,  # [T, O], contiguous
+    T: tl.tensor,
+    tiles_T: tl.tensor,
+    HAS_ROWS: tl.constexpr,
+    HAS_EXPERTS: tl.constexpr,
+    E: tl.constexpr,
+    O: tl.constexpr,  # noqa: E741
+    C: tl.constexpr,
+    SPLITS: tl.constexpr,  # 1
+    TILE_E: tl.constexpr,
+    TILE_T: tl.constexpr,
+    TILE_O: tl.constexpr,  # 256
+) -> None:
+    """``block_product`` for many rows: a tile's rows are tokens, and it reads them once for two blocks of outputs.
+
+    A block's scale of the weight is one number. The scales of a step are loaded while the step before is multiplied.
+    """
+    expert, start, stop, tile_O = _tiles_of(ends, T, tiles_T, HAS_EXPERTS, E, TILE_E, TILE_T, tl.cdiv(O, TILE_O))
+    if expert >= E:
+        return
+    t, i, output = tl.arange(0, TILE_T), tl.arange(0, BLOCK), tile_O * TILE_O + tl.arange(0, BLOCK)
+    is_row, first_output = start + t < stop, expert * O + tile_O * TILE_O
+    row = (start + tl.where(is_row, t, 0)).to(tl.int64)
+    source = tl.load(rows + row) if HAS_ROWS else row
+    x_at, x_scale_at = x + source[:, None] * (C * BLOCK) + i[None, :], x_scales + source
+    left_at = scales + (expert * R + 2 * tile_O) * C
+    right_at = scales + (expert * R + tl.minimum(2 * tile_O + 1, R - 1)) * C
+    scale_T, left_scale, right_scale = tl.load(x_scale_at), tl.load(left_at), tl.load(right_at)
+    left_TO, right_TO = tl.zeros([TILE_T, BLOCK], tl.float32), tl.zeros([TILE_T, BLOCK], tl.float32)
+    for block in range(C):
+        left_scale_T, right_scale_T = scale_T * left_scale, scale_T * right_scale
+        ahead = tl.minimum(block + 1, C - 1)
+        scale_T = tl.load(x_scale_at + ahead * X)
+        left_scale, right_scale = tl.load(left_at + ahead), tl.load(right_at + ahead)
+        x_TI, weight_OI = tl.load(x_at + block * BLOCK), weight.load([first_output, block * BLOCK])
+        left_TO += dot(x_TI, tl.trans(weight_OI), tl.zeros([TILE_T, BLOCK], tl.float32)) * left_scale_T[:, None]
+        weight_OI = weight.load([first_output + BLOCK, block * BLOCK])
+        right_TO += dot(x_TI, tl.trans(weight_OI), tl.zeros([TILE_T, BLOCK], tl.float32)) * right_scale_T[:, None]
+    out_at = out + start.to(tl.int64) * O + t[:, None] * O + output[None, :]
+    is_left, is_right = (output < O)[None, :], (output + BLOCK < O)[None, :]
+    tl.store(out_at, rounded(left_TO, out.dtype.element_ty), mask=is_row[:, None] & is_left)
+    tl.store(out_at + BLOCK, rounded(right_TO, out.dtype.element_ty), mask=is_row[:, None] & is_right)
 
 
 @triton.jit

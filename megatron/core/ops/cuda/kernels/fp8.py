@@ -19,7 +19,7 @@ TINY = tl.constexpr(1.1754943508222875e-38)  # the smallest normal float32: a bl
 
 @triton.jit
 def _scale_of(peak: tl.tensor) -> tl.tensor:
-    scale = peak / FP8_MAX
+    scale = tl.div_rn(peak, tl.full(peak.shape, FP8_MAX, tl.float32))
     return tl.where(scale < TINY, 1.0, scale)
 
 
@@ -43,6 +43,7 @@ def quantize_rows(
     num_rows: tl.tensor,
     width: tl.tensor,
     stride: tl.tensor,
+    scales_stride: tl.tensor,
     ROWS: tl.constexpr,
 ) -> None:
     """ROWS rows of one block of columns: values e4m3 [rows, width], scales [blocks of columns, rows]."""
@@ -52,9 +53,9 @@ def quantize_rows(
     is_in = (rows[:, None] < num_rows) & (columns[None, :] < width)
     part = tl.load(x + rows[:, None] * stride + columns[None, :], mask=is_in, other=0.0).to(tl.float32)
     scale = _scale_of(tl.max(tl.abs(part), 1))
-    quantized = (part / scale[:, None]).to(tl.float8e4nv)
+    quantized = tl.div_rn(part, tl.broadcast_to(scale[:, None], part.shape)).to(tl.float8e4nv)
     tl.store(values + rows[:, None] * width + columns[None, :], quantized, mask=is_in)
-    tl.store(scales + block * num_rows + rows, scale, mask=rows < num_rows)
+    tl.store(scales + block * scales_stride + rows, scale, mask=rows < num_rows)
 
 
 @triton.jit
@@ -77,7 +78,7 @@ def quantize_tokens(
     """
     block = tl.program_id(0)
     _, first, end = _rows_of(block, ends, experts, num_rows, GROUPED)
-    if first < end:
+    if not GROUPED or first < end:
         tokens = tl.arange(0, BLOCK)
         rows = first.to(tl.int64) + tokens
         columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -85,7 +86,7 @@ def quantize_tokens(
         is_in = (rows[:, None] < end) & has_column[None, :]
         part = tl.load(x + rows[:, None] * stride + columns[None, :], mask=is_in, other=0.0).to(tl.float32)
         scale = _scale_of(tl.max(tl.abs(part), 0))
-        quantized = (part / scale[None, :]).to(tl.float8e4nv)
+        quantized = tl.div_rn(part, tl.broadcast_to(scale[None, :], part.shape)).to(tl.float8e4nv)
         places = columns.to(tl.int64)[None, :] * (num_blocks * BLOCK) + (block * BLOCK + tokens)[:, None]
         tl.store(values + places, quantized, mask=has_column[None, :])
         tl.store(scales + block * width + columns, scale, mask=has_column)
@@ -112,7 +113,7 @@ def quantize_weight(
     part = tl.load(w + start + rows.to(tl.int64)[:, None] * width + columns[None, :], mask=is_in, other=0.0)
     part = part.to(tl.float32)
     scale = _scale_of(tl.max(tl.max(tl.abs(part), 1), 0))
-    quantized = (part / scale).to(tl.float8e4nv)
+    quantized = tl.div_rn(part, tl.broadcast_to(scale, part.shape)).to(tl.float8e4nv)
     row_blocks, column_blocks = tl.cdiv(num_rows, BLOCK), tl.cdiv(width, BLOCK)
     scales += expert * row_blocks * column_blocks
     if TRANSPOSED:
@@ -163,12 +164,16 @@ def multiply(
         x_places = x + rows.to(tl.int64)[:, None] * inner + steps[None, :]
         w_places = w + columns.to(tl.int64)[None, :] * inner + steps[:, None]
         total = tl.zeros([BLOCK, BLOCK], dtype=tl.float32)
+        scale, w_scale = tl.load(x_scales + rows, mask=is_row, other=0.0), tl.load(w_scales)
         for part in range(inner_blocks):
             is_in = steps < inner - part * BLOCK
             left = tl.load(x_places + part * BLOCK, mask=is_row[:, None] & is_in[None, :], other=0.0)
             right = tl.load(w_places + part * BLOCK, mask=is_column[None, :] & is_in[:, None], other=0.0)
-            scale = tl.load(x_scales + part * num_rows + rows, mask=is_row, other=0.0)
-            total += tl.dot(left, right) * (scale * tl.load(w_scales + part))[:, None]
+            scaled_by = scale * w_scale
+            ahead = tl.minimum(part + 1, inner_blocks - 1)  # loaded while the tensor cores work
+            scale = tl.load(x_scales + ahead * num_rows + rows, mask=is_row, other=0.0)
+            w_scale = tl.load(w_scales + ahead)
+            total += tl.dot(left, right) * scaled_by[:, None]
         places = out + rows.to(tl.int64)[:, None] * width + columns[None, :]
         tl.store(places, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 
@@ -206,12 +211,16 @@ def multiply_tokens(
     a_places = a + rows.to(tl.int64)[:, None] * stride + tokens[None, :]
     b_places = b + columns.to(tl.int64)[None, :] * stride + tokens[:, None]
     total = tl.zeros([BLOCK, BLOCK], dtype=tl.float32)
+    a_scale = tl.load(a_scales + first * a_width + rows, mask=is_row & (blocks > 0), other=0.0)
+    b_scale = tl.load(b_scales + first * b_width + columns, mask=is_column & (blocks > 0), other=0.0)
     for block in range(first, first + blocks):
         left = tl.load(a_places + block * BLOCK, mask=is_row[:, None], other=0.0)
         right = tl.load(b_places + block * BLOCK, mask=is_column[None, :], other=0.0)
-        a_scale = tl.load(a_scales + block * a_width + rows, mask=is_row, other=0.0)
-        b_scale = tl.load(b_scales + block * b_width + columns, mask=is_column, other=0.0)
-        total += tl.dot(left, right) * a_scale[:, None] * b_scale[None, :]
+        left_scale, right_scale = a_scale, b_scale
+        ahead = tl.minimum(block + 1, first + blocks - 1)
+        a_scale = tl.load(a_scales + ahead * a_width + rows, mask=is_row, other=0.0)
+        b_scale = tl.load(b_scales + ahead * b_width + columns, mask=is_column, other=0.0)
+        total += tl.dot(left, right) * left_scale[:, None] * right_scale[None, :]
     places = out + (expert.to(tl.int64) * a_width + rows[:, None]) * b_width + columns[None, :]
     is_in = is_row[:, None] & is_column[None, :]
     if ADDS:
