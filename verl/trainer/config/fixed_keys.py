@@ -11,6 +11,7 @@ GIVEN_EMPTY = "given empty, so it keeps its default"
 _ANY: tuple[Any, ...] = ()
 _FLAG = (True, False)
 _MODEL, _ROLES, _ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("model", "*", "rollout"))
+_ACTOR, _OPTIM, _VLLM = "actor_rollout_ref.actor", "actor_rollout_ref.actor.optim", f"{_ROLLOUT}.engine_kwargs.vllm"
 _ENGINE = f"{_ROLES}.megatron"  # the actor's and the reference's
 _OVERRIDE = f"{_ENGINE}.override_transformer_config"
 _STATE = "actor_rollout_ref.actor.optim.override_optimizer_config"
@@ -34,10 +35,11 @@ _BLOCKS = "logits and their entropy are always computed in blocks"
 _PACKED = "training always works on packed tokens"
 _NO_LORA, _NO_QAT = "all weights are trained: there is no LoRA", "there is no quantization-aware training"
 _NO_TURNS = "an answer is a single turn"
-_NO_TEACHER = "there is no distillation"
-_NO_SPARSE = "there is no sparse attention (DSA)"
-_ADAMW, _PLANNED = "the optimizer is AdamW", "the order of steps is trainer.schedule's"
-_SPECULATION = "generation proposes no tokens: it samples each"
+_NO_TEACHER, _NO_SPARSE = "there is no distillation", "there is no sparse attention (DSA)"
+_ADAMW, _SCHEDULE, _TEXTS = "the optimizer is AdamW", "lr_decay_style is the schedule", "prompts are texts"
+_SPECULATION, _PLANNED = "generation proposes no tokens: it samples each", "the order of steps is trainer.schedule's"
+_SAVED = "trainer.save_rollouts writes batches, and trainer.train_only trains on them"
+_GRAPHS = ("FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "FULL", "PIECEWISE")
 
 # section, its keys or shell patterns, accepted values, what happens instead; the first pattern that matches counts
 _TABLE: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
@@ -46,8 +48,7 @@ _TABLE: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     ("data", "return_raw_input_ids", _FLAG, "rows always carry their prompt's token ids"),
     ("data", "trust_remote_code", _FLAG, _NO_CODE),
     ("data", "filter_overlong_prompts_workers dataloader_num_workers", _ANY, _TOKENISED),
-    ("data", "image_key video_key audio_key image_patch_size mm_processor_kwargs.*", _ANY, "prompts are texts"),
-    ("data", "return_multi_modal_inputs", _FLAG, "prompts are texts"),
+    ("data", "image_* video_key audio_key mm_processor_kwargs.* return_multi_modal_inputs", _ANY, _TEXTS),
     ("data", "validation_shuffle", (False,), "validation rows keep the order of their file"),
     ("data", "tool_config_path function_tool_path", (None,), _NO_TURNS),
     ("data.continuous_token", "enable", (False,), _NO_TURNS),
@@ -67,7 +68,7 @@ _TABLE: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     (_ROLES, "entropy_checkpointing entropy_from_logits_*", _ANY, _BLOCKS),
     (_ROLES, "use_remove_padding pad_*", _ANY, _PACKED),
     (_ROLES, "rollout_n", _ANY, "actor_rollout_ref.rollout.n decides"),
-    (_ROLES, "freeze_vision_tower", _FLAG, "prompts are texts"),
+    (_ROLES, "freeze_vision_tower", _FLAG, _TEXTS),
     (_ROLES, "qat.enable", (False,), _NO_QAT),
     (_ROLES, "qat.*", _ANY, _NO_QAT),
     (_ROLES, "full_determinism forward_only", _ANY, "the same seed, layout and device give the same bits"),
@@ -80,43 +81,27 @@ _TABLE: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     (f"{_ROLES}.torchtitan", "data_parallel_*size max_seq_len mixed_precision spmd_backend", _ANY, _SHARDING),
     (_ROLES, "attn_type attention_backend_override impl_cfg.use_thd", _ANY, _OPS),
     (f"{_ROLES}.engine.impl_cfg", "optimizer", ("fsdp2", "dist_opt"), _SHARDING),
-    ("actor_rollout_ref.actor", "use_rollout_log_probs", (False,), "algorithm.rollout_correction.bypass_mode decides"),
-    ("actor_rollout_ref.actor", "calculate_entropy", _FLAG, "entropy is always measured"),
-    (
-        "actor_rollout_ref.actor",
-        "calculate_sum_pi_squared",
-        (False,),
-        "the estimator optimal_token_baseline, which needs it, is not there",
-    ),
-    (
-        "actor_rollout_ref.actor",
-        "loss_scale_factor",
-        (None,),
-        "data.max_response_length scales seq-mean-token-sum-norm",
-    ),
+    (_ACTOR, "use_rollout_log_probs", (False,), "algorithm.rollout_correction.bypass_mode decides"),
+    (_ACTOR, "calculate_entropy", _FLAG, "entropy is always measured"),
+    (_ACTOR, "calculate_sum_pi_squared", (False,), "the estimator optimal_token_baseline is not there"),
+    (_ACTOR, "loss_scale_factor", (None,), "data.max_response_length is the scale"),
     ("actor_rollout_ref.actor.checkpoint", "strict mbridge_config.*", _ANY, "a checkpoint is always read whole"),
     (f"{_ROLES}.router_replay", "record_file replay_file", (None,), "routing travels with the batch"),
     ("actor_rollout_ref.ref", "optim.*", _ANY, "the reference is not trained"),
     ("actor_rollout_ref.ref", "router_replay.* megatron.router_replay.*", _ANY, "the actor's routing counts for both"),
-    ("actor_rollout_ref.actor", "policy_loss.dro_beta", (None,), "there is no DRO"),
+    (_ACTOR, "policy_loss.dro_beta", (None,), "there is no DRO"),
+    (_OPTIM, "optimizer optimizer_impl name", ("AdamW", "adamw", "adam", "torch.optim", None), _ADAMW),
+    (_OPTIM, "muon_* use_layer_wise_distributed_optimizer", _ANY, _ADAMW),
     (
-        "actor_rollout_ref.actor.optim",
-        "optimizer optimizer_impl name",
-        ("AdamW", "adamw", "adam", "torch.optim", None),
-        _ADAMW,
-    ),
-    ("actor_rollout_ref.actor.optim", "muon_* use_layer_wise_distributed_optimizer", _ANY, _ADAMW),
-    (
-        "actor_rollout_ref.actor.optim",
-        "zero_indexed_step num_cycles weight_decay_incr_style lr_wsd_* lr_decay_ratio decay_type "
-        "use_checkpoint_opt_param_scheduler",
+        _OPTIM,
+        "zero_indexed_step num_cycles *decay_incr_style lr_wsd_* lr_decay_ratio *_type *_scheduler",
         _ANY,
-        "lr_decay_style is the schedule",
+        _SCHEDULE,
     ),
-    ("actor_rollout_ref.actor.optim", "total_training_steps", _ANY, "trainer.total_training_steps decides"),
+    (_OPTIM, "total_training_steps", _ANY, "trainer.total_training_steps decides"),
     (_ROLES, "use_torch_compile", _FLAG, "training uses no torch.compile"),
-    ("actor_rollout_ref.actor", "ppo_micro_batch_size", (None,), "use ppo_micro_batch_size_per_gpu"),
-    ("actor_rollout_ref.actor", "use_fused_kernels", _FLAG, _OPS),
+    (_ACTOR, "ppo_micro_batch_size", (None,), "use ppo_micro_batch_size_per_gpu"),
+    (_ACTOR, "use_fused_kernels", _FLAG, _OPS),
     ("actor_rollout_ref.ref", "profiler.*", _ANY, _SHARED_PROFILER),
     (f"{_ROLES}.profiler.tool_config", "nsys.* torch_memory.* precision_debugger.*", _ANY, _NO_TOOL),
     (f"{_ROLES}.profiler.tool_config", "torch.*", _ANY, "whole steps are recorded, CPU and device, in one trace"),
@@ -159,15 +144,10 @@ _TABLE: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     (_ROLLOUT, "multi_turn.enable", (False,), _NO_TURNS),
     (_ROLLOUT, "multi_turn.*", _ANY, _NO_TURNS),
     (_ROLLOUT, "engine_kwargs.sglang.* engine_kwargs.trtllm.*", _ANY, "this repository's engine takes its place"),
-    (f"{_ROLLOUT}.engine_kwargs.vllm", "kv_cache_dtype", ("auto", "bfloat16"), "the cache has the weights' dtype"),
-    (
-        f"{_ROLLOUT}.engine_kwargs.vllm",
-        "compilation_config.cudagraph_mode",
-        ("FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "FULL", "PIECEWISE"),
-        "decode steps are captured whole, unless rollout.enforce_eager is True",
-    ),
-    (f"{_ROLLOUT}.engine_kwargs.vllm", "mm_* limit_mm_per_prompt", _ANY, "prompts are texts"),
-    (f"{_ROLLOUT}.engine_kwargs.vllm", "async_scheduling additional_config.*", _ANY, "the engine has one schedule"),
+    (_VLLM, "kv_cache_dtype", ("auto", "bfloat16"), "the cache has the weights' dtype"),
+    (_VLLM, "compilation_config.cudagraph_mode", _GRAPHS, "decode is captured whole, without rollout.enforce_eager"),
+    (_VLLM, "mm_* limit_mm_per_prompt", _ANY, _TEXTS),
+    (_VLLM, "async_scheduling additional_config.*", _ANY, "the engine has one schedule"),
     (_ROLLOUT, "moe_tensor_parallel_size", _ANY, "experts are whole on a rank, or split over a replica's"),
     (_ROLLOUT, "layered_summon skip_tokenizer_init multi_stage_wake_up", _FLAG, "weights and tokens travel one way"),
     (_ROLLOUT, "scheduling_policy logprobs_mode", ("fcfs", "processed_logprobs"), "the engine has one schedule"),
@@ -197,8 +177,8 @@ _TABLE: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     ("reward.reward_model", "*", _ANY, _NO_REWARD_NETWORK),
     ("*sandbox_fusion", "url", (None,), "programs run in this machine's sandbox"),
     ("*sandbox_fusion", "*", _ANY, "programs run in this machine's sandbox"),
-    ("skip.*", "enable", (False,), "trainer.save_rollouts writes batches, and trainer.train_only trains on them"),
-    ("skip", "*", _ANY, "trainer.save_rollouts writes batches, and trainer.train_only trains on them"),
+    ("skip.*", "enable", (False,), _SAVED),
+    ("skip", "*", _ANY, _SAVED),
     ("transfer_queue", "*", _ANY, "rows always go from worker to worker"),
     ("ray_kwargs", "ray_init.runtime_env.env_vars.TRANSFER_QUEUE_ENABLE", _ANY, "rows always go from worker to worker"),
     ("ray_kwargs", "timeline_json_file", (None,), "trainer.timeline_freq writes timelines"),
