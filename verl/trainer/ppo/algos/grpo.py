@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from verl.trainer.config.algorithm import AlgorithmSection
 from verl.trainer.ppo.algos.groups import GroupIndex, group_ids, group_sums
 from verl.trainer.ppo.algos.registry import AdvantageEstimator, register_adv_est
 from verl.utils.masks import row_rewards
+
+if TYPE_CHECKING:  # the package of the config needs Hydra, which a machine for measurements lacks
+    from verl.trainer.config.algorithm import AlgorithmSection
 
 
 @register_adv_est(AdvantageEstimator.GRPO)
