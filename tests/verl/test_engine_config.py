@@ -222,7 +222,6 @@ def test_state_on_the_host_and_in_small_dtypes_reaches_the_optimizer() -> None:
         (f"{OPTIMIZER}.optimizer_offload_fraction=2", "at least 0 and at most 1"),
         (f"{OPTIMIZER}.exp_avg_dtype=fp8", "expected one of fp32, bf16"),
         (f"{OPTIMIZER}.exp_avg_dtype=bf16", "needs use_precision_aware_optimizer=True"),
-        (f"{OPTIMIZER}.optimizer_offload_fraction=0.5", "does nothing without optimizer_cpu_offload=True"),
         (f"{OPTIMIZER}.lr=1", "override_optimizer_config.lr is not known here; known: exp_avg_dtype"),
         (f"{OPTIMIZER}={{use_precision_aware_optimizer:true,exp_avg_sq_dtype:bf16}}", "adam_beta2 is 0.999"),
         (f"{ACTOR}.router_replay.mode=R1", "router_replay.mode is 'R1'; expected one of auto, disabled, R2, R3"),

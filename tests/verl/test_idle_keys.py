@@ -85,6 +85,8 @@ CASES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     (f"{ENGINE}.dist_checkpointing_path=/x", (), (f"{ENGINE}.use_dist_checkpointing=True",)),
     (f"{ENGINE}.use_dist_checkpointing=True", (f"{ENGINE}.load_weight=False",), ()),
     (f"{STATE}.pin_cpu_grads=True", (), (f"{STATE}.optimizer_cpu_offload=True",)),
+    (f"{STATE}.overlap_cpu_optimizer_d2h_h2d=True", (), (f"{STATE}.optimizer_cpu_offload=True",)),
+    (f"{STATE}.optimizer_offload_fraction=0.5", (), (f"{STATE}.optimizer_cpu_offload=True",)),
     (f"{STATE}.use_precision_aware_optimizer=True", (), (f"{STATE}.exp_avg_dtype=bf16",)),
     (f"{OPTIM}.min_lr=1e-8", (), (f"{OPTIM}.lr_decay_style=cosine",)),
     (f"{OPTIM}.lr_warmup_steps_ratio=0.1", (f"{OPTIM}.lr_warmup_steps=3",), ()),

@@ -43,7 +43,7 @@ def test_a_home_and_a_config_folder_of_any_name(tmp_path: Path, monkeypatch: pyt
     assert config.trainer.report_dir == f"{NASTY}/run"
     folder = tmp_path / Path(NASTY).name
     folder.mkdir()
-    shutil.copy(CONFIG_DIR / "ppo_megatron_trainer.yaml", folder / "mine.yaml")
+    shutil.copy(CONFIG_DIR / "base.yaml", folder / "mine.yaml")
     assert load_config(config_name="mine", config_dir=folder) == load_config()
 
 

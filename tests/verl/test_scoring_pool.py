@@ -185,5 +185,5 @@ def test_extra_info_reaches_the_function_whole(tmp_path: Path) -> None:
 
 
 def test_unknown_manager_is_an_error() -> None:
-    with pytest.raises(ValueError, match="known: batch, dapo, naive, prime"):
+    with pytest.raises(ValueError, match="known: batch, dapo, gdpo, naive, prime"):
         get_reward_manager_cls("absent")

@@ -63,11 +63,8 @@ def translate_engine_keys(given: Given) -> None:
     if is_sharded:
         _set_default(given, f"{_ENGINE}.fit_layout", True)
     if is_sharded and values.get(f"{_MODEL}.enable_gradient_checkpointing"):
-        _set_default(given, f"{_OVERRIDE}.recompute_granularity", "full")
+        _recompute(given, _ACTOR, "full")
         given.take(f"{_MODEL}.enable_gradient_checkpointing", "sets recompute_granularity=full, unless that is given")
-    if values.get(f"{_OVERRIDE}.recompute_granularity") == "full":
-        _set_default(given, f"{_OVERRIDE}.recompute_method", "uniform")
-        _set_default(given, f"{_OVERRIDE}.recompute_num_layers", 1)
     _translate_mtp(given)
     _translate_experts(given)
     ratio = [values.pop(f"{_OPTIM}.{name}", None) for name in ("min_lr_ratio", "min_lr_factor")]
@@ -100,7 +97,7 @@ def _translate_role(given: Given, role: str) -> None:
     if "full" in (values.pop(f"{role}.engine.impl_cfg.recompute", None) or ()):
         recompute = "full"
     if recompute in ("full", "selective"):
-        _set_default(given, f"{role}.megatron.override_transformer_config.recompute_granularity", recompute)
+        _recompute(given, role, recompute)
     override = f"{role}.megatron.override_transformer_config"
     if (algorithm := values.pop(f"{override}.context_parallel_algo", None)) is not None:
         values[f"{override}.cp_comm_type"] = _CP_TYPES.get(algorithm, algorithm)
@@ -147,6 +144,16 @@ def _translate_experts(given: Given) -> None:
             f"{_ROLLOUT}.expert_parallel_size is {size}; the experts of an engine are over its "
             f"tensor_model_parallel_size x data_parallel_size = {tp} x {dp} ranks: give {tp * (dp or 1)} or 1"
         )
+
+
+def _recompute(given: Given, role: str, granularity: str) -> None:
+    """Compute activations again, unless the script says itself which."""
+    override = f"{role}.megatron.override_transformer_config"
+    if given.values.get(f"{override}.recompute_granularity") is None:
+        given.values[f"{override}.recompute_granularity"] = granularity
+        if granularity == "full":
+            _set_default(given, f"{override}.recompute_method", "uniform")
+            _set_default(given, f"{override}.recompute_num_layers", 1)
 
 
 def _set_default(given: Given, key: str, value: Any) -> None:
