@@ -79,6 +79,7 @@ HELD = {
     r"python -m tools\.doctor --model-path DIR": "tests/hf_formats/test_tokenizer.py",
     r"python -m tools\.doctor --config deepseek_.*": "tests/tools/test_doctor_nvidia.py",
     r"python -m tools\.download .*": f"{NETWORK}on a hub of its own: tests/tools/test_download.py",
+    r"python -m tools\.import_verl_script .*": "tests/tools/test_import_verl_script.py",
     r"python -m tools\.regrade LEDGER .*": "tests/system/test_page_runs.py",
     r"python -m tools\.report .*--serve 8080": "tests/tools/test_live_report.py",
     r"python -m tools\.(report|viewer RUN_DIR)": "tests/system/test_page_runs.py",
