@@ -207,7 +207,7 @@ def _by_section(keys: Sequence[str]) -> str:
 
 def _missing_paths(judgement: Judgement) -> Iterator[str]:
     """The inputs that the command names and that do not exist on this machine."""
-    given = {verdict.key for verdict in judgement.verdicts if verdict.kind == ACTS}
+    given = [verdict.note.removeprefix("as ") or verdict.key for verdict in judgement.verdicts if verdict.kind == ACTS]
     if judgement.config is None:
         return
     from dataclasses import asdict
