@@ -67,7 +67,8 @@ class Fp8Products:
         return self._multiply(grad, w, transposed=True)
 
     def wgrad(self, grad: Tensor, x: Tensor, w: Tensor) -> Tensor:
-        if not self._takes(x, *w.shape, 4 * BLOCK):
+        outputs, inputs = w.shape
+        if not self._takes(x, outputs, inputs, 4 * BLOCK):
             return _weight_grad(grad, x, w, TokenBlocks.of(len(x), None, x.device))
         return _weight_grad(grad, x, w, TokenBlocks(len(x), -(-len(x) // (4 * BLOCK)) * 4), self._scaled_mm)
 
