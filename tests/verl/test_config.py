@@ -95,6 +95,8 @@ def test_all_mistakes_come_in_one_message_with_the_nearest_key() -> None:
 def test_malformed_override_and_unknown_config_name_are_config_errors(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         load_config(["actor_rollout_ref.rollout.n"])
+    with pytest.raises(ConfigError, match="'ABSENT' not found"):
+        load_config(["trainer.project_name=${ABSENT}"])
     with pytest.raises(ConfigError, match="no config 'absent'"):
         load_config(config_name="absent", config_dir=tmp_path)
 

@@ -3,34 +3,34 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 
-from rich.console import Console
-
-from tools.import_verl_script.devices_plan import plan_lines
-from tools.import_verl_script.page import Page, secrets_of
+from tools.import_verl_script.page import hidden, page
 from tools.import_verl_script.script import read_script
 from tools.import_verl_script.statements import BashError, script_text
-from tools.import_verl_script.trainer import trainers
-from tools.import_verl_script.verdicts import REFUSED, judge
-from tools.import_verl_script.words import Text
+from tools.import_verl_script.trainer import Trainer, trainers
+from tools.import_verl_script.verdicts import Judgement, judge
+from tools.import_verl_script.words import joined
+from tools.plan.__main__ import main as plan_main
+from tools.plan.exit_status import DOES_NOT_FIT
+from verl.trainer.config.load import CONFIG_DIR
 
 CAN_RUN, NOT_YET, BAD_INPUT = 0, 1, 2
-PLAIN_WIDTH = 120  # where the output is no terminal
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 the command can run, 1 something is refused or open, 2 there is nothing to read."""
     given = list(sys.argv[1:] if argv is None else argv)
     split = given.index("--") if "--" in given else len(given)
-    options, arguments = _parser().parse_args(given[:split]), given[split + 1 :]
+    options = _parser().parse_args(given[:split])
     try:
-        return _explain(options, arguments)
+        return _explain(options, given[split + 1 :])
     except (BashError, OSError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        print(f"error: {options.file}: {reason}", file=sys.stderr)
+        print(f"error: {options.file}: {error}", file=sys.stderr)
         return BAD_INPUT
 
 
@@ -39,40 +39,41 @@ def _explain(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     fixed = {name: value for name, value in answers.items() if name.isidentifier()}
     text = script_text(Path(options.file).read_bytes())
     script = read_script(text, fixed, arguments, str(Path.home()))
-    found = trainers(script.commands)
-    chosen = [trainer for trainer in found if options.line in (None, trainer.command.line)]
-    if not chosen:
-        raise BashError(_no_trainer(text, [trainer.command.line for trainer in found], options.line))
-    trainer = chosen[0]
-    judgement = judge(trainer, {key: value for key, value in answers.items() if key not in fixed})
-    is_refused = bool(judgement.problems) or any(verdict.kind == REFUSED for verdict in judgement.verdicts)
-    is_open = any(text.open for text in judgement.arguments) or len(chosen) > 1
-    plan, fits = ["no plan before the above is settled"], True
-    if options.no_plan:
-        plan = []
-    elif judgement.config is not None and not is_refused and not any(text.open for text in judgement.arguments):
-        plan, fits = plan_lines(judgement, options.device, options.model)
-    is_open = is_open or is_refused or not fits
-    others = [other.command.line for other in chosen[1:]]
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=PLAIN_WIDTH)
-    secrets = secrets_of(
-        script.variables.values | trainer.command.environment | {k: Text(v) for k, v in answers.items()}
-    )
-    Page(Path(options.file).name, script, trainer, judgement, plan, others, is_open).show(console, secrets, options.all)
-    return NOT_YET if is_open else CAN_RUN
+    found = _chosen(trainers(script.commands), options.line, text)
+    judgement = judge(found[0], {key: value for key, value in answers.items() if key not in fixed})
+    plan, fits = list[str](), True
+    if judgement.is_settled and not options.no_plan:
+        plan, fits = _plan(judgement, options)
+    status = CAN_RUN if judgement.is_settled and fits and len(found) == 1 else NOT_YET
+    values = {name: joined(value).text for name, value in script.variables.values.items()}
+    secrets = values | found[0].command.environment | answers
+    print(hidden(page(Path(options.file).name, script, found, judgement, plan, status), secrets))
+    return status
 
 
-def _no_trainer(text: str, lines: Sequence[int], line: int | None) -> str:
-    if line is not None and lines:
-        return f"no trainer is started on line {line}; there is one on {', '.join(map(str, lines))}"
-    named = next(
-        (number for number, found in enumerate(text.split("\n"), 1) if "main_ppo" in found or "main_dapo" in found),
-        None,
-    )
-    where = f"; line {named} names one, but in a text or a place that is not read" if named else ""
-    return f"it starts no trainer of verl (python3 -m verl.trainer.main_ppo and the like){where}"
+def _plan(judgement: Judgement, options: argparse.Namespace) -> tuple[list[str], bool]:
+    """What ``python -m tools.plan --brief`` prints, and whether the run may fit: True where there is no plan."""
+    config, line = judgement.config, judgement.line
+    assert config is not None and line is not None
+    kind = ("a2" if config.trainer.n_gpus_per_node <= 8 else "a3") if config.trainer.device == "npu" else "h100"
+    file = (line.config_dir or CONFIG_DIR) / f"{line.config_name}.yaml"
+    model = ["--model", options.model] if options.model else []
+    with redirect_stdout(io.StringIO()) as printed:
+        status = plan_main([str(file), *line.overrides, "--brief", "--device", options.device or kind, *model])
+    return ["\nPlan", *printed.getvalue().splitlines()], status != DOES_NOT_FIT
+
+
+def _chosen(found: Sequence[Trainer], line: int | None, text: str) -> list[Trainer]:
+    """The trainers of a script, or the one on the line that was asked for; BashError where there is none."""
+    chosen = [trainer for trainer in found if line in (None, trainer.command.line)]
+    if chosen:
+        return chosen
+    if found:
+        lines = ", ".join(str(trainer.command.line) for trainer in found)
+        raise BashError(f"no trainer is started on line {line}; there is one on {lines}")
+    named = [number for number, source in enumerate(text.split("\n"), 1) if "main_ppo" in source or "dapo" in source]
+    where = f"; line {named[0]} names one, in a text, a function or a place that is not read" if named else ""
+    raise BashError(f"it starts no trainer of verl (python3 -m verl.trainer.main_ppo and the like){where}")
 
 
 def _answer(text: str) -> tuple[str, str]:
@@ -91,18 +92,12 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("file", metavar="FILE.sh", help="the launch script")
     add(
-        "--set",
-        type=_answer,
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="a variable, or a key, of the script",
+        "--set", type=_answer, action="append", default=[], metavar="NAME=VALUE", help="a variable or key of the script"
     )
     add("--line", type=int, metavar="N", help="the trainer that starts on this line, where there are several")
     add("--device", help="for the plan, as python -m tools.plan has it; default by trainer.device: a2 or a3, or h100")
     add("--model", help="for the plan: a folder with the model's config.json, or a model of python -m tools.plan")
     add("--no-plan", action="store_true", help="leave the plan out")
-    add("--all", action="store_true", help="a line for every key")
     return parser
 
 

@@ -5,28 +5,28 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 
 from tools.import_verl_script.arithmetic import calculate
-from tools.import_verl_script.statements import closing
+from tools.import_verl_script.statements import MAX_BYTES, BashError, closing
 
 _NAME = re.compile(r"[A-Za-z_]\w*|\d|[@*#?$!-]")
-_PARAMETER = re.compile(r"([A-Za-z_]\w*|\d+|[@*#])(?:\[([@*])\])?((?![\[\w]).*)", re.DOTALL)
-_BRACES = re.compile(r"\{[^{}\s'\"]*(?:,|\.\.)[^{}\s'\"]*\}")
+_PARAMETER = re.compile(r"([A-Za-z_]\w*|\d+|@)(\[@\])?(?:(:?)([-=+?])(.*))?", re.DOTALL)
+_BRACES = re.compile(r"\{[^{},.\s'\"]*(?:,|\.\.)[^{}\s'\"]*\}")
+_KEY = re.compile(r"[+~]*([\w.@/-]+)=")
+_NAMES_AND_NUMBERS = re.compile(r"[\w\s()+*/%-]*")
+_BARE_NAME = re.compile(r"(?<!\w)[A-Za-z_]\w*")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Question:
     """What the script leaves open.
 
     name: the variable or key that ``--set`` answers, a number for an argument of the script · source: what stands there
-    · before: its value before a condition.
     """
 
     line: int
     name: str
     source: str
-    before: str | None = None
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,9 @@ class Text:
     open: frozenset[Question] = frozenset()
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a word stands: its line, and the variable or key that gets it."""
-
-    line: int
-    target: str
-
-
 @dataclass
 class Variables:
-    """What is known when a word is read.
+    """What is known when a word is read. A variable is a list: an array's elements, or its one value.
 
     fixed: the answers of ``--set``, which win over the script · arguments: the script's own, from $1 on · defaults:
     variables that only the environment would set -> the value that the script has for that case.
@@ -55,240 +47,156 @@ class Variables:
 
     fixed: dict[str, str]
     arguments: list[Text]
-    values: dict[str, Text | list[Text]] = field(default_factory=dict)
+    values: dict[str, list[Text]] = field(default_factory=dict)
     defaults: dict[str, str] = field(default_factory=dict)
 
-    def get(self, name: str) -> Text | list[Text] | None:
+    def get(self, name: str) -> list[Text] | None:
         """The value of a variable, an argument, or all of these; None where it has none."""
         if name in self.fixed:
-            return Text(self.fixed[name])
-        if name in ("@", "*"):
+            return [Text(self.fixed[name])]
+        if name == "@":
             return self.arguments
-        if name == "#":
-            return Text(str(len(self.arguments)))
-        if name.isdigit() and name != "0":
-            return self.arguments[int(name) - 1] if int(name) <= len(self.arguments) else None
+        if name.isdigit():
+            return self.arguments[int(name) - 1 : int(name)] or None if int(name) else None
         return self.values.get(name)
 
-    def assign(self, name: str, value: Text | list[Text], is_more: bool = False) -> None:
-        """``NAME=value`` or, with ``is_more``, ``NAME+=value``."""
-        old = self.values.get(name)
-        if is_more and old is not None:
-            if isinstance(old, list) or isinstance(value, list):
-                value = [*_listed(old), *_listed(value)]
-            else:
-                value = Text(old.text + value.text, old.open | value.open)
-        self.values[name] = value
+
+def joined(parts: Sequence[Text], between: str = " ") -> Text:
+    """The words as one text."""
+    return Text(between.join(part.text for part in parts), frozenset().union(*(part.open for part in parts)))
 
 
-class _Fields:
-    """The words that one word becomes."""
+def expand(source: str, variables: Variables, line: int, target: str, splits: bool = True) -> list[Text]:
+    """The words that bash makes of the text ``source``.
 
-    def __init__(self) -> None:
+    Args:
+        line: of the script, where ``source`` starts.
+        target: the variable that gets it, which a question asks for where the word names no key.
+        splits: False for the right side of an assignment, which is one word.
+    """
+    expansion = _Expansion(variables, line, target, splits)
+    expansion.read(source, False)
+    expansion.end()
+    if sum(len(word.text) + 1 for word in expansion.done) > MAX_BYTES:
+        raise BashError(f"line {line}: a value is longer than {MAX_BYTES:,} characters")
+    return expansion.done
+
+
+class _Expansion:
+    def __init__(self, variables: Variables, line: int, target: str, splits: bool) -> None:
+        self.variables, self.line, self.target, self.splits = variables, line, target, splits
         self.done: list[Text] = []
-        self._parts: list[str] = []
-        self._open: frozenset[Question] = frozenset()
-
-    def add(self, part: Text) -> None:
-        self._parts.append(part.text)
-        self._open |= part.open
+        self.parts: list[Text] = []  # of the word that is being read
 
     def end(self) -> None:
-        if self._parts:
-            self.done.append(Text("".join(self._parts), self._open))
-            self._parts, self._open = [], frozenset()
+        if self.parts:
+            self.done.append(joined(self.parts, ""))
+            self.parts = []
 
-    def add_all(self, parts: Sequence[Text], splits: bool) -> None:
-        """Add the elements of an array, which are words of their own; ``splits``: they are cut at spaces too."""
-        for number, part in enumerate(parts):
+    def add_all(self, words: Sequence[Text], quoted: bool) -> None:
+        """Add the elements of an array, which are words of their own; outside of quotes they are cut at spaces too."""
+        for number, word in enumerate(words):
             if number:
                 self.end()
-            pieces = part.text.split() if splits and not part.open else None
-            if pieces is None:
-                self.add(part)
+            if quoted or word.open or not self.splits:
+                self.parts.append(word)
                 continue
-            if part.text[:1].isspace():
-                self.end()
-            for index, piece in enumerate(pieces):
-                if index:
+            for piece in re.findall(r"\s+|\S+", word.text):
+                if piece.isspace():
                     self.end()
-                self.add(Text(piece))
-            if part.text[-1:].isspace():
-                self.end()
+                else:
+                    self.parts.append(Text(piece))
 
+    def ask(self, source: str, name: str = "", what: str = "") -> None:
+        """Add a part that the text does not give."""
+        question = Question(self.line, name or self.name(), what or source)
+        self.parts.append(Text(source, frozenset({question})))
 
-def expand(source: str, variables: Variables, place: Place, splits: bool = True) -> list[Text]:
-    """The words that bash makes of the word ``source``; ``splits`` is False for the right side of an assignment."""
-    fields = _Fields()
-    _Expansion(variables, place, splits).read(source, fields, False)
-    fields.end()
-    return fields.done
+    def name(self) -> str:
+        """The key of the word that is being read, or the variable that gets it."""
+        key = _KEY.match(joined(self.parts[:200], "").text)  # a key has fewer characters, which are parts
+        return key[1] if key else self.target
 
+    def one(self, source: str) -> Text:
+        """``source`` as one text."""
+        return joined(expand(source, self.variables, self.line, self.name(), splits=False))
 
-def expand_one(source: str, variables: Variables, place: Place) -> Text:
-    """The right side of an assignment, which is one text."""
-    return joined(expand(source, variables, place, splits=False))
-
-
-def joined(parts: Sequence[Text]) -> Text:
-    """The words as one text."""
-    return Text(" ".join(part.text for part in parts), frozenset().union(*(part.open for part in parts)))
-
-
-@dataclass(frozen=True)
-class _Expansion:
-    variables: Variables
-    place: Place
-    splits: bool
-
-    def read(self, source: str, fields: _Fields, quoted: bool) -> None:
-        """Expand ``source`` into ``fields``."""
-        position = 0
+    def read(self, source: str, quoted: bool) -> None:
+        """Expand ``source`` into words."""
+        position, line = 0, self.line
+        splits = self.splits and not quoted
         while position < len(source):
             char, two = source[position], source[position : position + 2]
             end = position + 1
             if char == "\\":
                 end += 1
-                keeps = quoted and two[1:] not in ("$", "`", '"', "\\", "\n")
-                fields.add(Text("" if two == "\\\n" else two if keeps else two[1:]))
+                if two != "\\\n":
+                    is_kept = quoted and two[1:] not in ("$", "`", '"', "\\")
+                    self.parts.append(Text(two if is_kept else two[1:]))
             elif char in "'\"" and not quoted:
                 end = closing(source, position)
-                inner = source[position + 1 : end - 1]
-                fields.add(Text(inner if char == "'" else ""))
+                self.parts.append(Text("" if char == '"' else source[position + 1 : end - 1]))
                 if char == '"':
-                    self.read(inner, fields, True)
-            elif char == "`" or (two in ("<(", ">(") and not quoted):
-                end = closing(source, position + len(two) - 1 if char != "`" else position)
-                fields.add(self.unknown(source[position:end]))
-            elif char == "$":
-                end = self._dollar(source, position, fields, quoted)
+                    self.read(source[position + 1 : end - 1], True)
+            elif char == "`" or two in ("$(", "${") or (two in ("<(", ">(", "$'", '$"') and not quoted):
+                end = closing(source, position)
+                self._bracketed(source[position:end], quoted)
+            elif char == "$" and (found := _NAME.match(source, position + 1)):
+                end = found.end()
+                self._parameter(found[0], source[position:end], quoted)
             elif char == "{" and not quoted and (found := _BRACES.match(source, position)):
                 end = found.end()
-                fields.add(self.unknown(found[0]))
-            elif char == "~" and not quoted and position == 0 and two[1:] in ("", "/"):
-                home = self.variables.get("HOME")
-                fields.add(home if isinstance(home, Text) else Text(char))
-            elif char.isspace() and not quoted and self.splits:
-                fields.end()
+                self.ask(found[0])
+            elif splits and char == "#" and not self.parts:
+                end = source.find("\n", position) + 1 or len(source)
+            elif splits and char.isspace():
+                self.end()
             else:
-                fields.add(Text(char))
-            position = end
+                self.parts.append(Text(char))
+            line += source.count("\n", position, end)
+            position, self.line = end, line
 
-    def unknown(self, source: str, name: str | None = None) -> Text:
-        """A part that the text does not give."""
-        return Text(source, frozenset({Question(self.place.line, name or self.place.target, source)}))
+    def _bracketed(self, whole: str, quoted: bool) -> None:
+        if whole.startswith("${"):
+            self._parameter(whole[2:-1], whole, quoted)
+        elif whole.startswith("$((") and whole.endswith("))"):
+            self._arithmetic(whole[3:-2], whole)
+        else:
+            self.ask(whole)
 
-    def _dollar(self, source: str, position: int, fields: _Fields, quoted: bool) -> int:
-        two = source[position : position + 2]
-        if two in ("$(", "${") or (two == "$'" and not quoted):
-            end = closing(source, position, quoted)
-            whole, inner = source[position:end], source[position + 2 : end - 1]
-            if two == "${":
-                self._parameter(inner, whole, fields, quoted)
-            elif two == "$(" and inner.startswith("(") and inner.endswith(")"):
-                fields.add(self._arithmetic(inner[1:-1], whole))
-            else:
-                fields.add(self.unknown(whole))
-            return end
-        if two == '$"' and not quoted:
-            return position + 1
-        if found := _NAME.match(source, position + 1):
-            self._parameter(found[0], "$" + found[0], fields, quoted)
-            return found.end()
-        fields.add(Text("$"))
-        return position + 1
-
-    def _parameter(self, inner: str, whole: str, fields: _Fields, quoted: bool) -> None:
-        """``$name`` and everything in ``${...}``."""
+    def _parameter(self, inner: str, whole: str, quoted: bool) -> None:
+        """``$name``, and what ``${...}`` has of arrays and defaults; other changes of a value are left open."""
         found = _PARAMETER.fullmatch(inner)
         if found is None:
-            fields.add(self.unknown(whole))
+            self.ask(whole)
             return
-        name, index, operation = found.groups()
+        name, index, colon, operator, word = found.groups()
         value = self.variables.get(name)
-        is_all = name in ("@", "*") or index is not None
-        if value is not None and not is_all:
-            value = _listed(value)[0] if _listed(value) else Text("")
-        if default := re.fullmatch(r"(:?)([-=+?])(.*)", operation, re.DOTALL):
-            self._default(name, value, default.groups(), whole, fields, quoted)
-        elif value is None:
-            fields.add(self.unknown(whole, name))
-        else:
-            parts = self._shortened(name, _listed(value), operation, whole) if operation else _listed(value)
-            if quoted and "*" in (name, index):
-                parts = [joined(parts)]
-            fields.add_all(parts, self.splits and not quoted)
-
-    def _default(
-        self,
-        name: str,
-        value: Text | list[Text] | None,
-        parts: tuple[str, ...],
-        whole: str,
-        fields: _Fields,
-        quoted: bool,
-    ) -> None:
-        """``${name:-word}``, and the same with ``=``, ``+`` and ``?``, each also without the colon."""
-        colon, operator, word = parts
-        listed = _listed(value) if value is not None else []
-        is_set = value is not None and not (colon and not any(part.text for part in listed))
-        if any(part.open for part in listed):
-            fields.add_all(listed, False)
-        elif is_set and operator != "+":
-            fields.add_all(listed, self.splits and not quoted)
-        elif operator == "?":
-            fields.add(self.unknown(whole, name))
-        elif operator != "+":
-            inner = expand_one(f'"{word}"' if quoted else word, self.variables, self.place) if word else Text("")
-            if value is None and not name.isdigit() and name not in ("@", "*"):
-                self.variables.defaults[name] = inner.text
+        words = value or []
+        if name != "@" and index is None:
+            words = words[:1]
+        is_set = value is not None and not (colon and not any(part.text for part in words))
+        if any(part.open for part in words) or (is_set and operator != "+"):
+            self.add_all(words, quoted)
+        elif operator in (None, "?"):
+            self.ask(whole, name, "it is not set in the script")
+        elif is_set or operator != "+":
+            text = self.one(f'"{word}"' if quoted else word)
+            if value is None and name.isidentifier():
+                self.variables.defaults[name] = text.text
             if operator == "=":
-                self.variables.assign(name, inner)
-            if quoted:
-                fields.add(inner)
-            else:
-                self.read(word, fields, False)
-        elif is_set:
-            self.read(word, fields, quoted)
+                self.variables.values[name] = [text]
+            self.add_all([text], quoted or '"' in word or "'" in word)
 
-    def _shortened(self, name: str, parts: list[Text], operation: str, whole: str) -> list[Text]:
-        """``${name%pattern}``, ``${name##pattern}`` and the like; other changes of a value are left open."""
-        cut = re.fullmatch(r"(%%|%|##|#)(.*)", operation, re.DOTALL)
-        pattern = expand_one(cut[2], self.variables, self.place) if cut else Text("")
-        if cut is None or pattern.open:
-            return [self.unknown(whole, name)]
-        return [part if part.open else Text(_without(part.text, pattern.text, cut[1])) for part in parts]
-
-    def _arithmetic(self, expression: str, whole: str) -> Text:
+    def _arithmetic(self, expression: str, whole: str) -> None:
         """``$((...))`` of whole numbers."""
-        missing: set[Question] = set()
-
-        def value(name: str) -> int:
-            given = self.variables.get(name)
-            part = given if isinstance(given, Text) else self.unknown(f"${name}", name)
-            missing.update(part.open)
-            return 1 if part.open else int(part.text)
-
-        text = expand_one(f'"{expression}"', self.variables, self.place)
+        text = self.one(f'"{expression}"')
+        if not text.open and _NAMES_AND_NUMBERS.fullmatch(text.text):
+            text = self.one(_BARE_NAME.sub(r"(${\g<0>})", text.text))
         if text.open:
-            return Text(whole, text.open)
+            self.parts.append(Text(whole, text.open))
+            return
         try:
-            result = calculate(text.text, value)
+            self.parts.append(Text(str(calculate(text.text))))
         except ValueError as error:
-            reason = f"{whole} ({error})"
-            return Text(whole, frozenset(missing) or self.unknown(reason).open)
-        return Text(whole, frozenset(missing)) if missing else Text(str(result))
-
-
-def _listed(value: Text | list[Text]) -> list[Text]:
-    return value if isinstance(value, list) else [value]
-
-
-def _without(text: str, pattern: str, end: str) -> str:
-    """``text`` without the shortest (``%``, ``#``) or longest part at its end or start that the pattern fits."""
-    cuts = range(len(text) + 1)
-    if end[0] == "%":
-        fits = [cut for cut in cuts if fnmatchcase(text[cut:], pattern)]
-        return text if not fits else text[: max(fits) if end == "%" else min(fits)]
-    fits = [cut for cut in cuts if fnmatchcase(text[:cut], pattern)]
-    return text if not fits else text[min(fits) if end == "#" else max(fits) :]
+            self.ask(whole, what=f"{whole} ({error})")

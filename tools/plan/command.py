@@ -26,7 +26,7 @@ from tools.plan.setup import (
 from tools.plan.timing.constants import load_constants
 from tools.plan.timing.cost import predict, sensitivity
 from tools.plan.timing.run_shape import RunShape, default_lengths
-from verl.trainer.config import validate_config
+from verl.trainer.config import ConfigError, validate_config
 
 DESCRIPTION = "Plan a run: whether it fits, whether its ranks' calls match, and how long a step takes."
 
@@ -63,7 +63,12 @@ def _planned(
     from verl.trainer.device_room import fit_to_devices
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # everything is loaded
-    config, line = fit_to_devices(run.config, device.memory_bytes)
+    try:
+        config, line = fit_to_devices(run.config, device.memory_bytes)
+    except ConfigError as error:
+        progress.stop()
+        print_plain(console, "\n".join(f"does not work: {problem}" for problem in error.problems))
+        return DOES_NOT_FIT
     if line:
         print_plain(console, line)
         run = replace(run, config=config)

@@ -48,11 +48,14 @@ _TELLING = 5  # letters of a last part that names a key whatever stands before i
 class ConfigError(ValueError):
     """The configuration cannot be used; the message lists every problem.
 
-    ``config`` is the tree of what can be used, for the checks of the rest; None where there is no tree.
+    ``config`` is the tree of what can be used, for the checks of the rest; None where there is no tree. ``taken``: keys
+    without effect.
     """
 
-    def __init__(self, problems: Sequence[str], config: PPOTrainerConfig | None = None) -> None:
-        self.problems, self.config = list(problems), config
+    def __init__(
+        self, problems: Sequence[str], config: PPOTrainerConfig | None = None, taken: Sequence[WithoutEffect] = ()
+    ) -> None:
+        self.problems, self.config, self.taken = list(problems), config, list(taken)
         count = len(self.problems)
         head = f"{count} problem{'s' if count > 1 else ''} in the configuration:"
         super().__init__("\n".join([head, *(f"  - {problem}" for problem in self.problems)]))
@@ -103,9 +106,10 @@ def typed_config(composed: DictConfig) -> PPOTrainerConfig:
 
 def resolve_config(composed: DictConfig) -> tuple[PPOTrainerConfig, list[WithoutEffect]]:
     """The typed tree of ``composed``, and the keys in it that have no effect here, each with its reason."""
-    keys, taken = declared_keys(), _restore_followers(composed)
+    keys = declared_keys()
     whole = frozenset(key for key, item in keys.items() if item.key.takes_names)
     try:
+        taken = _restore_followers(composed)
         raw: Any = OmegaConf.to_container(composed, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError([str(error).strip().replace("\n", " ")]) from error
@@ -136,7 +140,7 @@ def resolve_config(composed: DictConfig) -> tuple[PPOTrainerConfig, list[Without
             given.problems.append(f"{key} is {value!r}; {str(error).splitlines()[0]}")
     config = _with_followers(OmegaConf.to_object(schema), leaves, taken)
     if given.problems:
-        raise ConfigError(given.problems, config)
+        raise ConfigError(given.problems, config, taken)
     unresolved: Any = OmegaConf.to_container(composed, resolve=False)
     written = dict(flat(unresolved, whole=whole))
     # Keys that only follow others, as the base YAML file says, are not given.
