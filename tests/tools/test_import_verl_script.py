@@ -452,6 +452,14 @@ python3 -m verl.trainer.main_ppo $a$b${c} "$a"'$b'"${c}" k=[a,b] +k=v ~k "k='x'"
 }
 
 
+@pytest.mark.parametrize("end", ['"$@"', '"${@}"', "$@", 'N=()\n{} "${N[@]}" a=1', 'N=()\n{} x"${N[@]}" a=1'])
+def test_arguments_that_are_not_there_are_no_words(end: str) -> None:
+    before, _, words = end.rpartition("{} ")
+    (trainer,) = trainers(read_script(f"{before}{TRAINER} k=1 {words}\n", {}, [], "/h").commands)
+    expected = {'"${N[@]}" a=1': ["k=1", "a=1"], 'x"${N[@]}" a=1': ["k=1", "x", "a=1"]}.get(words, ["k=1"])
+    assert [word.text for word in trainer.arguments][-len(expected) :] == expected
+
+
 @pytest.mark.parametrize("script", SAME.values(), ids=SAME.keys())
 def test_bash_makes_the_same_words(script: str) -> None:
     shell = ["bash", "-c", 'python3() { printf "<%s>" "${@:3}"; }\n' + script, "run.sh", "x y", "z"]

@@ -11,6 +11,7 @@ from tools.import_verl_script.statements import MAX_BYTES, BashError, closing
 
 _NAME = re.compile(r"[A-Za-z_]\w*|\d|[@*#?$!-]")
 _PARAMETER = re.compile(r"([A-Za-z_]\w*|\d+|@)(\[@\])?(?:(:?)([-=+?])(.*))?", re.DOTALL)
+_ALL = re.compile(r'"\$(?:@|\{(?:@|\w+\[@\])\})"')
 _BRACES = re.compile(r"\{[^{},.\s'\"]*(?:,|\.\.)[^{}\s'\"]*\}")
 _KEY = re.compile(r"[+~]*([\w.@/-]+)=")
 _NAMES_AND_NUMBERS = re.compile(r"[\w\s()+*/%-]*")
@@ -135,7 +136,8 @@ class _Expansion:
                     self.parts.append(Text(two if is_kept else two[1:]))
             elif char in "'\"" and not quoted:
                 end = closing(source, position)
-                self.parts.append(Text("" if char == '"' else source[position + 1 : end - 1]))
+                if not _ALL.fullmatch(source, position, end):  # "$@" of nothing is no word, not an empty one
+                    self.parts.append(Text("" if char == '"' else source[position + 1 : end - 1]))
                 if char == '"':
                     self.read(source[position + 1 : end - 1], True)
             elif char == "`" or two in ("$(", "${") or (two in ("<(", ">(", "$'", '$"') and not quoted):
