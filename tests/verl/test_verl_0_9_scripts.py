@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from omegaconf import OmegaConf
 from verl.trainer import device_room, main_ppo
 from verl.trainer.config import ConfigError, PPOTrainerConfig, compose_config, load_config, resolve_config
 from verl.trainer.config.declared import declared_keys, other_names
+from verl.trainer.config.fixed_keys import FIXED_KEYS
 from verl.trainer.config.load import other_defaults
 from verl.trainer.config.override_text import override
 
@@ -26,7 +28,6 @@ OVERRIDE = f"{ACTOR}.megatron.override_transformer_config"
 MISSING = {
     f"{ACTOR}.calculate_sum_pi_squared=True": "optimal_token_baseline",
     f"{OVERRIDE}.apply_dsa_kernel_fusion=True": "sparse attention",
-    f"{OVERRIDE}.dsa_indexer_loss_coeff=0.0": "sparse attention",
     f"{OVERRIDE}.dsa_indexer_use_sparse_loss=True": "sparse attention",
     "actor_rollout_ref.model.lora.rank=32": "LoRA",
     "actor_rollout_ref.model.lora_rank=64": "LoRA",
@@ -264,6 +265,11 @@ def test_mindspeeds_section_and_rewards_have_other_places() -> None:
     assert config.actor_rollout_ref.actor.router_replay.mode == "R3"
     assert config.actor_rollout_ref.rollout.update_weights_bucket_megabytes == 4096
     assert config.actor_rollout_ref.rollout.context_length == 8192 and config.rollout.nnodes == 2
+
+
+def test_no_key_that_acts_is_dropped_by_a_pattern() -> None:
+    taken = [name for name in declared_keys() for pattern in FIXED_KEYS if fnmatchcase(name, pattern)]
+    assert taken == []
 
 
 def test_two_names_with_two_values_are_a_problem() -> None:

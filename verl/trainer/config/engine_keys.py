@@ -13,10 +13,9 @@ from typing import Any
 from verl.trainer.config.fixed_keys import SHARDING_ENGINES, Given
 from verl.workers.config.overrides import DDP_OVERRIDES, OPTIMIZER_OVERRIDES
 
-_MODEL, _ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
-_ACTOR = "actor_rollout_ref.actor"
-_ENGINE, _OVERRIDE = f"{_ACTOR}.megatron", f"{_ACTOR}.megatron.override_transformer_config"
-_OPTIM = f"{_ACTOR}.optim"
+_MODEL, _ROLLOUT, _ACTOR = (f"actor_rollout_ref.{name}" for name in ("model", "rollout", "actor"))
+_ENGINE, _OPTIM = f"{_ACTOR}.megatron", f"{_ACTOR}.optim"
+_OVERRIDE = f"{_ENGINE}.override_transformer_config"
 _ROLE = r"actor_rollout_ref\.(?:actor|ref)\."
 # Sections and keys by their beginning -> where they are here; the first that matches counts.
 _RENAMED = tuple(
@@ -57,7 +56,7 @@ def translate_engine_keys(given: Given) -> None:
     values = given.values
     for role in (_ACTOR, "actor_rollout_ref.ref"):
         _translate_role(given, role)
-    engine = values.get("model_engine") or values.get(f"{_ACTOR}.model_engine") or values.get(f"{_ACTOR}.strategy")
+    engine = values.get(f"{_ACTOR}.model_engine") or values.get(f"{_ACTOR}.strategy") or values.get("model_engine")
     sections = (f"{_ACTOR}.{name}." for name in ("fsdp_config", "torchtitan", "veomni"))
     is_sharded = engine in SHARDING_ENGINES if engine else any(key.startswith(tuple(sections)) for key in values)
     if is_sharded:

@@ -31,8 +31,7 @@ SHARDING_ENGINES = ("dp", "fsdp", "fsdp2", "torchtitan", "veomni", "automodel")
 _ENGINES = ("megatron", "mindspeed", "mindspeed_megatron", "mlite", *SHARDING_ENGINES)
 _SHARDING = "weights are not sharded over data-parallel ranks; where one is too small, tensor parallelism splits them"
 _NO_COPY = "weights are computed in megatron.dtype, with float32 masters in the optimizer, whatever this is"
-_BLOCKS = "logits and their entropy are always computed in blocks"
-_PACKED = "training always works on packed tokens"
+_BLOCKS, _PACKED = "logits and entropy are always computed in blocks", "training always works on packed tokens"
 _NO_LORA, _NO_QAT = "all weights are trained: there is no LoRA", "there is no quantization-aware training"
 _NO_TURNS = "an answer is a single turn"
 _NO_TEACHER, _NO_SPARSE = "there is no distillation", "there is no sparse attention (DSA)"
@@ -40,6 +39,12 @@ _ADAMW, _SCHEDULE, _TEXTS = "the optimizer is AdamW", "lr_decay_style is the sch
 _SPECULATION, _PLANNED = "generation proposes no tokens: it samples each", "the order of steps is trainer.schedule's"
 _SAVED = "trainer.save_rollouts writes batches, and trainer.train_only trains on them"
 _GRAPHS = ("FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "FULL", "PIECEWISE")
+
+
+def _absent(section: str, switch: str, why: str, off: Any = False) -> tuple[tuple[str, str, tuple[Any, ...], str], ...]:
+    """Rows of a feature that is not there: its switch must be off, and its other keys are nothing then."""
+    return (section, switch, (off,), why), (section, f"{switch.rpartition('.')[0]}.*".lstrip("."), _ANY, why)
+
 
 # section, its keys or shell patterns, accepted values, what happens instead; the first pattern that matches counts
 _TABLE: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
@@ -51,8 +56,7 @@ _TABLE: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     ("data", "image_* video_key audio_key mm_processor_kwargs.* return_multi_modal_inputs", _ANY, _TEXTS),
     ("data", "validation_shuffle", (False,), "validation rows keep the order of their file"),
     ("data", "tool_config_path function_tool_path", (None,), _NO_TURNS),
-    ("data.continuous_token", "enable", (False,), _NO_TURNS),
-    ("data.continuous_token", "*", _ANY, _NO_TURNS),
+    *_absent("data", "continuous_token.enable", _NO_TURNS),
     (_MODEL, "trust_remote_code", _FLAG, _NO_CODE),
     (_MODEL, "use_remove_padding", _FLAG, _PACKED),
     (_MODEL, "enable_activation_offload", _FLAG, "activations stay on the device, or are computed again"),
@@ -69,14 +73,12 @@ _TABLE: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     (_ROLES, "use_remove_padding pad_*", _ANY, _PACKED),
     (_ROLES, "rollout_n", _ANY, "actor_rollout_ref.rollout.n decides"),
     (_ROLES, "freeze_vision_tower", _FLAG, _TEXTS),
-    (_ROLES, "qat.enable", (False,), _NO_QAT),
-    (_ROLES, "qat.*", _ANY, _NO_QAT),
+    *_absent(_ROLES, "qat.enable", _NO_QAT),
     (_ROLES, "full_determinism forward_only", _ANY, "the same seed, layout and device give the same bits"),
     (_ROLES, "fsdp_size reshard_after_forward forward_prefetch use_orig_params wrap_policy.*", _ANY, _SHARDING),
     (f"{_ROLES}.veomni", "enable_fsdp_offload", (False,), "param_offload and optimizer_offload decide"),
-    (f"{_ROLES}.veomni", "enable_full_shard basic_modules init_device enable_reentrant", _ANY, _SHARDING),
     (f"{_ROLES}.veomni", "*_implementation force_use_huggingface mixed_precision", _ANY, _OPS),
-    (f"{_ROLES}.veomni", "ckpt_manager load_checkpoint_path activation_gpu_limit", _ANY, _SHARDING),
+    (f"{_ROLES}.veomni", "enable_* basic_modules init_device ckpt_manager load_* *_limit", _ANY, _SHARDING),
     (f"{_ROLES}.fsdp_config", "model_dtype mixed_precision.buffer_dtype", ("fp32", "bf16", "bfloat16"), _NO_COPY),
     (f"{_ROLES}.torchtitan", "data_parallel_*size max_seq_len mixed_precision spmd_backend", _ANY, _SHARDING),
     (_ROLES, "attn_type attention_backend_override impl_cfg.use_thd", _ANY, _OPS),
@@ -92,12 +94,8 @@ _TABLE: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     (_ACTOR, "policy_loss.dro_beta", (None,), "there is no DRO"),
     (_OPTIM, "optimizer optimizer_impl name", ("AdamW", "adamw", "adam", "torch.optim", None), _ADAMW),
     (_OPTIM, "muon_* use_layer_wise_distributed_optimizer", _ANY, _ADAMW),
-    (
-        _OPTIM,
-        "zero_indexed_step num_cycles *decay_incr_style lr_wsd_* lr_decay_ratio *_type *_scheduler",
-        _ANY,
-        _SCHEDULE,
-    ),
+    (_OPTIM, "zero_indexed_step num_cycles weight_decay_incr_style lr_wsd_* lr_decay_ratio", _ANY, _SCHEDULE),
+    (_OPTIM, "decay_type use_checkpoint_opt_param_scheduler", _ANY, _SCHEDULE),
     (_OPTIM, "total_training_steps", _ANY, "trainer.total_training_steps decides"),
     (_ROLES, "use_torch_compile", _FLAG, "training uses no torch.compile"),
     (_ACTOR, "ppo_micro_batch_size", (None,), "use ppo_micro_batch_size_per_gpu"),
@@ -117,8 +115,7 @@ _TABLE: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     (_OVERRIDE, "use_distributed_optimizer", (True,), "the optimizer state is always sharded"),
     (_OVERRIDE, "use_naive_l2norm", _FLAG, _OPS),
     (_OVERRIDE, "use_fused_mhc", (False,), "there are no hyper-connections"),
-    (_OVERRIDE, "apply_dsa_kernel_fusion dsa_indexer_use_sparse_loss", (False,), _NO_SPARSE),
-    (_OVERRIDE, "dsa_*", (None,), _NO_SPARSE),
+    (_OVERRIDE, "apply_dsa_kernel_fusion dsa_*", (False, None), _NO_SPARSE),
     (_ENGINE, "use_distributed_optimizer", (True,), "the optimizer state is always sharded"),
     (_OVERRIDE, "moe_grouped_gemm", (True,), "experts are always grouped"),
     (_OVERRIDE, "moe_permutation_async_comm", (True,), "counts are always exchanged while tokens are sorted"),
@@ -141,8 +138,7 @@ _TABLE: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     (_ROLLOUT, "agent.default_agent_loop", ("single_turn_agent",), _NO_TURNS),
     (_ROLLOUT, "agent.agent_loop_config_path agent.custom_async_server.*", (None,), _NO_TURNS),
     (_ROLLOUT, "agent.num_workers", _ANY, "an engine takes all requests; no agent loop runs them"),
-    (_ROLLOUT, "multi_turn.enable", (False,), _NO_TURNS),
-    (_ROLLOUT, "multi_turn.*", _ANY, _NO_TURNS),
+    *_absent(_ROLLOUT, "multi_turn.enable", _NO_TURNS),
     (_ROLLOUT, "engine_kwargs.sglang.* engine_kwargs.trtllm.*", _ANY, "this repository's engine takes its place"),
     (_VLLM, "kv_cache_dtype", ("auto", "bfloat16"), "the cache has the weights' dtype"),
     (_VLLM, "compilation_config.cudagraph_mode", _GRAPHS, "decode is captured whole, without rollout.enforce_eager"),
@@ -155,8 +151,9 @@ _TABLE: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     (_ROLLOUT, "moe_load_balance_metrics_interval", _ANY, "metrics of every step have the experts' loads"),
     (_ROLLOUT, "standalone_gpu_memory_utilization", _ANY, "gpu_memory_utilization decides"),
     (_ROLLOUT, "over_sample_rate", (0,), "algorithm.filter_groups.stop_early samples more than it trains on"),
-    (_ROLLOUT, "disaggregation.enabled prometheus.enable", (False,), "prompts and answers share the engine's ranks"),
-    (_ROLLOUT, "disaggregation.* prometheus.* trace.*", _ANY, "metrics go to trainer.logger"),
+    *_absent(_ROLLOUT, "disaggregation.enabled", "prompts and answers share the engine's ranks"),
+    *_absent(_ROLLOUT, "prometheus.enable", "metrics go to trainer.logger"),
+    (_ROLLOUT, "trace.*", _ANY, "metrics go to trainer.logger"),
     (_ROLLOUT, "load_format", _LOAD_FORMATS, "weights always come from the trainer"),
     (_ROLLOUT, "log_prob_micro_batch_size", (None,), "use log_prob_micro_batch_size_per_gpu"),
     (_ROLLOUT, "disable_log_stats", _FLAG, "the trainer's metrics carry them"),
@@ -166,19 +163,14 @@ _TABLE: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     ("algorithm", "use_pf_ppo", (False,), "PF-PPO is not there"),
     ("algorithm", "pf_ppo.*", _ANY, "PF-PPO is not there"),
     ("algorithm", "filter_groups.max_inflight_gen_batches", _ANY, "generations of a step follow one another"),
-    ("async_training", "use_dynamic_resource_scheduling", (False,), "ranks keep their role"),
-    ("async_training", "dynamic_schedule_*", _ANY, "ranks keep their role"),
+    ("async_training", "use_dynamic_resource_scheduling dynamic_schedule_*", (False, None), "ranks keep their role"),
     ("async_training", "concurrent_samples_per_replica", _ANY, "actor_rollout_ref.rollout.max_num_seqs decides"),
     ("async_training", "use_trainer_do_validate", _FLAG, "the ranks that generate validate too"),
-    ("distillation", "enabled", (False,), _NO_TEACHER),
-    ("distillation", "*", _ANY, _NO_TEACHER),
+    *_absent("", "distillation.enabled", _NO_TEACHER),
     ("reward.reward_manager", "module.name", _ANY, "a module needs no name; reward.reward_manager.name is the class"),
-    ("reward.reward_model", "enable", (False,), _NO_REWARD_NETWORK),
-    ("reward.reward_model", "*", _ANY, _NO_REWARD_NETWORK),
-    ("*sandbox_fusion", "url", (None,), "programs run in this machine's sandbox"),
-    ("*sandbox_fusion", "*", _ANY, "programs run in this machine's sandbox"),
-    ("skip.*", "enable", (False,), _SAVED),
-    ("skip", "*", _ANY, _SAVED),
+    *_absent("reward", "reward_model.enable", _NO_REWARD_NETWORK),
+    *_absent("", "*sandbox_fusion.url", "programs run in this machine's sandbox", None),
+    *_absent("", "skip.*.enable", _SAVED),
     ("transfer_queue", "*", _ANY, "rows always go from worker to worker"),
     ("ray_kwargs", "ray_init.runtime_env.env_vars.TRANSFER_QUEUE_ENABLE", _ANY, "rows always go from worker to worker"),
     ("ray_kwargs", "timeline_json_file", (None,), "trainer.timeline_freq writes timelines"),
