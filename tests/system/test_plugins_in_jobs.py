@@ -12,6 +12,7 @@ import pytest
 from tests.system.command import read_metrics
 from tests.system.in_process import fit, in_process_config
 from tests.system.jobs import Prepared
+from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.config.override_text import override
 from verl.trainer.preflight import preflight_problems
 
@@ -65,6 +66,16 @@ class NumberedRewardManager(NaiveRewardManager):
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("registries_as_before")]
 
 
+def _two_steps(config: PPOTrainerConfig, folder: Path) -> list[dict[str, float]]:
+    """The metrics of the job's two steps, each of which has learned something."""
+    assert preflight_problems(config) == []
+    fit(config)
+    rows = [row for row in read_metrics(folder) if row["step"]]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(row["actor/grad_norm"] > 0 and math.isfinite(row["actor/pg_loss"]) for row in rows)
+    return rows
+
+
 @pytest.mark.slow  # tests/verl/test_plugins.py has each kind with a policy of ten logits
 def test_plug_ins_together(local_ray: None, converted: Prepared, tmp_path: Path) -> None:
     """Data set, sampler, estimator, policy loss and manager; two ranks, the driver and the manager's process import."""
@@ -89,11 +100,7 @@ def test_plug_ins_together(local_ray: None, converted: Prepared, tmp_path: Path)
         "trainer.val_before_train=False",
         "trainer.test_last=False",
     )
-    assert preflight_problems(config) == []
-    fit(config)
-    rows = [row for row in read_metrics(tmp_path) if row["step"]]
-    assert [row["step"] for row in rows] == [1, 2]
-    assert all(row["actor/grad_norm"] > 0 and math.isfinite(row["actor/pg_loss"]) for row in rows)
+    rows = _two_steps(config, tmp_path)
     assert all("actor/largest_ratio" in row for row in rows)
     numbers = []
     for step in (1, 2):
@@ -122,6 +129,7 @@ def in_batches(data_sources, solution_strs, ground_truths, extra_infos, scale=1.
 """
 FILTER = """
 from pathlib import Path
+from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.config.override_text import override
 
 
@@ -271,11 +279,7 @@ def test_plug_ins_of_verl_0_9_together(local_ray: None, converted: Prepared, tmp
         "trainer.val_before_train=False",
         "trainer.test_last=False",
     )
-    assert preflight_problems(config) == []
-    fit(config)
-    rows = [row for row in read_metrics(tmp_path) if row["step"]]
-    assert [row["step"] for row in rows] == [1, 2]
-    assert all(row["actor/grad_norm"] > 0 and math.isfinite(row["actor/pg_loss"]) for row in rows)
+    rows = _two_steps(config, tmp_path)
     assert all("actor/mean_ratio" in row and row["reward/ungraded"] == 0 for row in rows)
     for step in (1, 2):
         for line in map(json.loads, (tmp_path / "reward_ledger" / f"step_{step}.jsonl").read_text().splitlines()):

@@ -21,8 +21,6 @@ from verl.utils.device import resolve_device
 from verl.workers.engine_setup import ddp_config, engine_problems, trained_model
 from vllm.platforms import resolve_platform
 
-_ACTOR = "actor_rollout_ref.actor.megatron"
-_PP = f"{_ACTOR}.pipeline_model_parallel_size"
 _SHARE = 0.8  # of a device's memory for the state; the rest is for activations, logits and buffers
 _MASTER_BYTES = 12  # float32 weights and both moments
 
@@ -41,18 +39,17 @@ def fit_to_devices(config: PPOTrainerConfig, device_bytes: int | None = None) ->
     if total is None:
         return config, "this machine has no such device: whether weights and gradients fit is not checked"
     room, least = int(_SHARE * total), math.inf
-    for tp, pp in _layouts(config, hf):
-        tried = replaced(replaced(config, f"{_ACTOR}.tensor_model_parallel_size", tp), _PP, pp)
-        tried = _with_reference(tried)
+    for tried in _layouts(config, hf):
         needed = state_bytes(tried, hf)
         least = min(least, needed)
         if needed <= room:
-            if (tp, pp) == (engine.tensor_model_parallel_size, engine.pipeline_model_parallel_size):
+            layout = tried.training_layout
+            if layout == config.training_layout:
                 return config, ""
             return tried, (
                 f"weights, gradients and optimizer would take {_gib(state_bytes(config, hf))} of a device's "
-                f"{_gib(total)}: tensor_model_parallel_size={tp} pipeline_model_parallel_size={pp}, which need "
-                f"{_gib(needed)}"
+                f"{_gib(total)}: tensor_model_parallel_size={layout.tensor_model_parallel_size} "
+                f"pipeline_model_parallel_size={layout.pipeline_model_parallel_size}, which need {_gib(needed)}"
             )
     raise ConfigError(
         [
@@ -89,8 +86,8 @@ def _shards(layout: ParallelLayout, is_expert: bool) -> int:
     return layout.data_parallel_size * layout.context_parallel_size
 
 
-def _layouts(config: PPOTrainerConfig, hf: HFModelConfig) -> Iterator[tuple[int, int]]:
-    """TP and PP from the config's own on, TP within a host first, that the model and the devices divide by."""
+def _layouts(config: PPOTrainerConfig, hf: HFModelConfig) -> Iterator[PPOTrainerConfig]:
+    """``config`` with each TP and PP from its own on, TP within a host first, that the model and devices divide by."""
     engine = config.actor_rollout_ref.actor.megatron
     per_host, world = config.trainer.n_gpus_per_node, config.trainer.world_size
     widths = [tp for tp in range(engine.tensor_model_parallel_size, per_host + 1) if per_host % tp == 0]
@@ -99,18 +96,14 @@ def _layouts(config: PPOTrainerConfig, hf: HFModelConfig) -> Iterator[tuple[int,
         for tp in widths:
             if world % (tp * pp * engine.context_parallel_size):
                 continue
-            tried = replaced(replaced(config, f"{_ACTOR}.tensor_model_parallel_size", tp), _PP, pp)
+            tried = config
+            for role in ("actor", "ref"):  # the reference lives in the actor's processes
+                role_engine = f"actor_rollout_ref.{role}.megatron"
+                tried = replaced(tried, f"{role_engine}.tensor_model_parallel_size", tp)
+                tried = replaced(tried, f"{role_engine}.pipeline_model_parallel_size", pp)
             problems = engine_problems(tried.actor_rollout_ref, world, hf)
             if not problems and not plan_problems(hf, tried.training_layout):
-                yield tp, pp
-
-
-def _with_reference(config: PPOTrainerConfig) -> PPOTrainerConfig:
-    """The reference lives in the actor's processes, with the actor's layout."""
-    engine = config.actor_rollout_ref.actor.megatron
-    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
-        config = replaced(config, f"actor_rollout_ref.ref.megatron.{name}", getattr(engine, name))
-    return config
+                yield tried
 
 
 def _device_bytes(config: PPOTrainerConfig) -> int | None:
