@@ -78,6 +78,9 @@ def _planned(
         options.response_length or data.max_response_length,
         expert_load(options.load, run.config.actor_rollout_ref.actor.megatron.expert_model_parallel_size),
     )
+    if run.config.has_rollout_ranks and (options.choose or options.changes or options.search):
+        schedule = run.config.trainer.schedule
+        raise ValueError(f"trainer.schedule={schedule}: --search, --choose and --why-not are for schedule=sync alone")
     # Means are timed, while memory is planned for the longest rows.
     given = {"prompt_mean": options.mean_prompt_length, "response_mean": options.mean_response_length}
     lengths = replace(default_lengths(run.config), **{name: mean for name, mean in given.items() if mean is not None})

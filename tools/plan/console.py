@@ -19,7 +19,7 @@ def print_plan(plan: WholePlan, step: StepTime, console: Console) -> None:
     """What fits and what does not, memory by stage and phase, calls, time."""
     run, config = plan.run, plan.run.config
     console.print(
-        f"[bold]{run.name}[/bold]: {config.trainer.world_size} x {run.device.name}, training "
+        f"[bold]{run.name}[/bold]: {config.num_devices} x {run.device.name}, training "
         f"{layout_text(plan.layout)}, rollout TP{config.actor_rollout_ref.rollout.tensor_model_parallel_size}"
     )
     console.print(
@@ -59,7 +59,7 @@ def print_brief(plan: WholePlan, step: StepTime, console: Console) -> None:
         free = f"{plan.headroom_bytes / GIB:.1f} of {plan.run.device.budget_bytes / GIB:.1f} GiB stay free"
         facts.insert(0, f"{free} (rank {plan.worst.rank} in {plan.worst.peak.name})")
     verdict = "does not work" if plan.problems else "fits"
-    devices = f"{plan.run.config.trainer.world_size} x {plan.run.device.name}"
+    devices = f"{plan.run.config.num_devices} x {plan.run.device.name}"
     print_plain(console, f"plan: {verdict} on {devices}; {'; '.join(facts)}")
     for problem in plan.problems:
         print_plain(console, f"- {problem}")
@@ -86,7 +86,7 @@ def write_plan(plan: WholePlan, step: StepTime, path: Path) -> None:
     stages = [
         {
             "rank": rank.rank,
-            "stage": rank.coords.pp,
+            "stage": rank.name if rank.coords is None else rank.coords.pp,
             "num_parameters": rank.num_parameters,
             "device_state": rank.device_state,
             "host_state": rank.host_state,
@@ -100,7 +100,7 @@ def write_plan(plan: WholePlan, step: StepTime, path: Path) -> None:
     values = {
         "name": run.name,
         "device": asdict(run.device),
-        "num_devices": run.config.trainer.world_size,
+        "num_devices": run.config.num_devices,
         "num_parameters": plan.num_parameters,
         "rows": asdict(plan.size),
         "problems": list(plan.problems),

@@ -38,7 +38,7 @@ def memory_svg(rank: RankPlan, budget_bytes: int) -> str:
 
 def host_svg(stages: Sequence[RankPlan]) -> str:
     """A bar for each stage, cut by what lies on its host."""
-    return _bars_svg("host memory by stage", {f"stage {rank.coords.pp}": _merged(rank.host_state) for rank in stages})
+    return _bars_svg("host memory by stage", {rank.name: _merged(rank.host_state) for rank in stages})
 
 
 def time_svg(step: StepTime) -> str:

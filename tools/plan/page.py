@@ -68,7 +68,7 @@ def write_page(plan: WholePlan, step: StepTime, path: Path) -> None:
 
 def _head(plan: WholePlan, step: StepTime) -> str:
     config = plan.run.config
-    cells = [("devices", f"{config.trainer.world_size:,}")]
+    cells = [("devices", f"{config.num_devices:,}")]
     if plan.stages:
         cells.append(("stays free of a device", size_text(plan.headroom_bytes)))
         cells.append(("parameters", _count(plan.num_parameters)))
@@ -96,7 +96,7 @@ def _memory(plan: WholePlan) -> str:
     budget = plan.run.device.budget_bytes
     figures = ""
     for first, last, rank in _alike(plan.stages):
-        which = f"Stages {first} to {last}" if last > first else f"Stage {first}"
+        which = f"{first} to {last}" if last != first else first
         fullest = f"rank {rank.rank}, fullest in {escape(rank.peak.name)}: {size_text(rank.peak.peak_bytes)}"
         title = f'<div><b>{which}</b> <span class="muted small">{fullest}</span></div>'
         figures += f'<div class="card">{title}{memory_svg(rank, budget)}</div>'
@@ -112,17 +112,17 @@ def _memory(plan: WholePlan) -> str:
     )
 
 
-def _alike(stages: Sequence[RankPlan]) -> list[tuple[int, int, RankPlan]]:
+def _alike(stages: Sequence[RankPlan]) -> list[tuple[str, str, RankPlan]]:
     """Runs of stages whose phases differ by less than 3% of the peak: first, last, and the fullest one's plan."""
     runs: list[list[RankPlan]] = []
     for rank in stages:
-        pairs = zip(runs[-1][0].phases, rank.phases, strict=True) if runs else ()
+        pairs = zip(runs[-1][0].phases, rank.phases, strict=True) if runs and rank.coords is not None else ()
         near = [abs(x.peak_bytes - y.peak_bytes) < 0.03 * rank.peak.peak_bytes for x, y in pairs]
         if runs and all(near):
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    return [(run[0].coords.pp, run[-1].coords.pp, max(run, key=lambda each: each.peak.peak_bytes)) for run in runs]
+    return [(run[0].name, run[-1].name, max(run, key=lambda each: each.peak.peak_bytes)) for run in runs]
 
 
 def _table(table: TextTable, figure: str = "", colours: Mapping[str, str] | None = None) -> str:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import gcd
+from math import ceil, gcd
 from typing import NamedTuple
 
 import numpy as np
@@ -20,10 +20,11 @@ from tools.plan.devices import KINDS, LINKS, DeviceProfile
 from tools.plan.launches import Launches
 from tools.plan.phase_calls import PhaseCalls, link_bytes
 from tools.plan.platform import PLATFORMS
-from tools.plan.rollout import plan_rollout
+from tools.plan.rollout import RolloutPlan, plan_rollout
+from tools.plan.sync import planned_sync
 from tools.plan.timing.run_shape import MicroBatches
 from tools.plan.training import OLD, UPDATE, StepSize, batch_of, training_calls
-from tools.plan.worker import PhaseMemory, PlannedWorker
+from tools.plan.worker import PhaseMemory, PlannedRolloutWorker, PlannedTrainingWorker, PlannedWorker
 from tools.plan.world import planned_rank, run_variables
 from verl.trainer.config import PPOTrainerConfig
 from verl.utils.device import group_backend
@@ -37,14 +38,14 @@ MOST_WHOLE = 4  # micro-batches of a call that is always run whole
 class RankPlan:
     """What one rank holds and does in a step.
 
-    num_parameters: the parameters that this rank counts, so that the sum over the stages is the model's · device_state,
-    host_state: owner -> bytes while it is there · phases: the step's phases in order; a phase within another comes
-    before it · calls: the collectives of each phase · sync_bytes: see ``planned_sync`` · launches: where they
-    are known, on Ascend.
+    coords: None on a rank that does not train · num_parameters: the parameters that this rank counts, so that the sum
+    over the stages is the model's · device_state, host_state: owner -> bytes while it is there · phases: the step's
+    phases in order; a phase within another comes before it · calls: the collectives of each phase · sync_bytes: see
+    ``planned_sync`` · launches: where they are known, on Ascend.
     """
 
     rank: int
-    coords: RankCoords
+    coords: RankCoords | None
     num_parameters: int
     device_state: dict[str, int]
     host_state: dict[str, int]
@@ -52,6 +53,11 @@ class RankPlan:
     calls: tuple[PhaseCalls, ...]
     sync_bytes: dict[str, int]
     launches: tuple[Launches, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The rank's pipeline stage, or what it does instead."""
+        return "rollout" if self.coords is None else f"stage {self.coords.pp}"
 
     @property
     def peak(self) -> PhaseMemory:
@@ -81,42 +87,98 @@ def plan_rank(config: PPOTrainerConfig, device: DeviceProfile, rank: int, size: 
     planned = PlannedDevice(CollectiveLog(), MemoryMeter(), has_host_memory=kind != "cpu", buffer_bytes=buffers)
     platform = PLATFORMS[kind](device.memory_bytes, device.reserved_bytes, planned)
     variables = run_variables(device.family)
-    with planned_rank(rank, trainer.world_size, trainer.n_gpus_per_node, variables), planned:
-        worker = PlannedWorker(config, kind, size.load, platform)
-        worker.init_model()
-        worker.timeline.phases.clear()
-        worker.timeline.owners = worker.device_owners
-        num_rows = config.gen_batch_size * config.actor_rollout_ref.rollout.n // config.rollout_replicas
-        rollout = plan_rollout(worker, num_rows, size.prompt_length, size.response_length)
-        calls = [PhaseCalls.of("weight_sync", rollout.sync_calls, rank, device)]
-        launches = []
-        for name, step in (("prefill", rollout.prefill), ("decode", rollout.decode)):
-            if step is not None:
-                calls.append(PhaseCalls.of(name, step.calls, rank, device, step.num_steps))
-                layers = worker.hf_config.num_hidden_layers
-                launches.append(Launches(name, "step", step.launches, step.num_steps, layers))
-        calls.append(PhaseCalls.of("generate_end", rollout.closing_calls, rank, device))
-        for name in training_calls(config):
-            training, training_launches = _plan_training(worker, device, name, size)
-            calls.append(training)
-            launches += training_launches
-        with worker.timeline.span("save"):
-            worker.onload_training_state()
-        worker.actor_module.onload_grads()
-        held = ledger(worker.actor_module, worker.optimizer)
-        reference = {} if worker.ref is None else {"reference": worker.ref_weights.host_bytes}
-        rollout_state = {f"rollout {owner}": num_bytes for owner, num_bytes in rollout.state_bytes.items()}
-        return RankPlan(
-            rank,
-            worker.groups.coords,
-            _counted_parameters(worker),
-            _by_owner(held, ON_DEVICE) | {"communicators": planned.communicator_bytes} | reference | rollout_state,
-            _by_owner(held, ON_HOST) | reference,
-            tuple(worker.timeline.phases),
-            tuple(calls),
-            rollout.sync_bytes,
-            tuple(launches) if kind == "npu" else (),
+    with planned_rank(rank, config.num_devices, trainer.n_gpus_per_node, variables), planned:
+        if rank >= trainer.world_size:
+            generating = PlannedRolloutWorker(config, kind, size.load, platform)
+            generating.init_model()
+            return _plan_rollout_rank(generating, device, size)
+        worker = (PlannedTrainingWorker if config.has_rollout_ranks else PlannedWorker)(
+            config, kind, size.load, platform
         )
+        worker.init_model()
+        return _plan_training_rank(worker, device, size)
+
+
+def _plan_training_rank(worker: PlannedWorker, device: DeviceProfile, size: StepSize) -> RankPlan:
+    """The plan of a rank that trains, and generates before that where no other ranks do."""
+    config, planned = worker.run_config, worker.platform.planned
+    worker.timeline.phases.clear()
+    worker.timeline.owners = worker.device_owners
+    if config.has_rollout_ranks:
+        sync_bytes, sync_calls = planned_sync(worker.sync)
+        calls, launches = [PhaseCalls.of("weight_sync", sync_calls, worker.rank, device)], list[Launches]()
+        with worker.generating():
+            rollout_state: dict[str, int] = {}
+    else:
+        rollout = plan_rollout(worker, _generated_rows(config), size.prompt_length, size.response_length)
+        sync_bytes, rollout_state = rollout.sync_bytes, _rollout_state(rollout)
+        calls, launches = _rollout_calls(worker, rollout, device)
+    for name in training_calls(config):
+        training, training_launches = _plan_training(worker, device, name, size)
+        calls.append(training)
+        launches += training_launches
+    with worker.timeline.span("save"):
+        worker.onload_training_state()
+    worker.actor_module.onload_grads()
+    held = ledger(worker.actor_module, worker.optimizer)
+    reference = {} if worker.ref is None else {"reference": worker.ref_weights.host_bytes}
+    return RankPlan(
+        worker.rank,
+        worker.groups.coords,
+        _counted_parameters(worker),
+        _by_owner(held, ON_DEVICE) | {"communicators": planned.communicator_bytes} | reference | rollout_state,
+        _by_owner(held, ON_HOST) | reference,
+        tuple(worker.timeline.phases),
+        tuple(calls),
+        sync_bytes,
+        tuple(launches) if worker.kind == "npu" else (),
+    )
+
+
+def _plan_rollout_rank(worker: PlannedRolloutWorker, device: DeviceProfile, size: StepSize) -> RankPlan:
+    """The plan of a rank that generates while others train; it has no coordinates in training's layout."""
+    config, planned = worker.run_config, worker.platform.planned
+    worker.timeline.phases.clear()
+    worker.timeline.owners = worker.device_owners
+    rollout = plan_rollout(worker, _generated_rows(config), size.prompt_length, size.response_length)
+    calls, launches = _rollout_calls(worker, rollout, device)
+    return RankPlan(
+        worker.rank,
+        None,
+        0,
+        {"communicators": planned.communicator_bytes} | _rollout_state(rollout),
+        {},
+        tuple(worker.timeline.phases),
+        tuple(calls),
+        rollout.sync_bytes,
+        tuple(launches) if worker.kind == "npu" else (),
+    )
+
+
+def _generated_rows(config: PPOTrainerConfig) -> int:
+    """Rows that a replica generates at a time at most: a step's, or all that may be started before the next sync."""
+    prompts = config.gen_batch_size
+    if config.has_rollout_ranks:
+        ahead = config.async_config
+        per_sync = config.data.train_batch_size * ahead.trigger_parameter_sync_step
+        prompts += ceil(per_sync * (1 + ahead.staleness_threshold)) - config.data.train_batch_size
+    return ceil(prompts * config.actor_rollout_ref.rollout.n / config.rollout_replicas)
+
+
+def _rollout_calls(
+    worker: PlannedWorker | PlannedRolloutWorker, rollout: RolloutPlan, device: DeviceProfile
+) -> tuple[list[PhaseCalls], list[Launches]]:
+    calls, launches = [PhaseCalls.of("weight_sync", rollout.sync_calls, worker.rank, device)], list[Launches]()
+    for name, step in (("prefill", rollout.prefill), ("decode", rollout.decode)):
+        if step is not None:
+            calls.append(PhaseCalls.of(name, step.calls, worker.rank, device, step.num_steps))
+            layers = worker.hf_config.num_hidden_layers
+            launches.append(Launches(name, "step", step.launches, step.num_steps, layers))
+    return [*calls, PhaseCalls.of("generate_end", rollout.closing_calls, worker.rank, device)], launches
+
+
+def _rollout_state(rollout: RolloutPlan) -> dict[str, int]:
+    return {f"rollout {owner}": num_bytes for owner, num_bytes in rollout.state_bytes.items()}
 
 
 def buffer_bytes(kind: str, group: str) -> int:

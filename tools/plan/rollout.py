@@ -11,7 +11,7 @@ from tools.plan.collectives import Collective
 from tools.plan.generation_steps import Step, Workload, count_steps
 from tools.plan.rollout_ops import ordinary_token
 from tools.plan.sync import planned_sync
-from tools.plan.worker import PlannedWorker
+from tools.plan.worker import PlannedRolloutWorker, PlannedWorker
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
@@ -51,17 +51,17 @@ class RolloutPlan:
     closing_calls: tuple[Collective, ...]
 
 
-def plan_rollout(worker: PlannedWorker, num_rows: int, prompt_length: int, response_length: int) -> RolloutPlan:
-    """What the worker's ``generate_sequences`` does; ``decode`` and ``prefill`` are phases of its timeline too.
+def plan_rollout(
+    worker: PlannedWorker | PlannedRolloutWorker, num_rows: int, prompt_length: int, response_length: int
+) -> RolloutPlan:
+    """A weight sync and the generation after it; ``decode`` and ``prefill`` are phases of the worker's timeline too.
 
     Args:
         num_rows: rows of the rank's replica, ``rollout.n`` of each prompt together as the trainer repeats them.
         prompt_length, response_length: tokens of every row.
     """
-    sync_bytes, sync_calls = planned_sync(worker)
-    worker.sync_samples_only()
-    worker.offload_for_rollout()
-    with worker.rollout_mode:
+    sync_bytes, sync_calls = planned_sync(worker.sync)
+    with worker.generating():
         llm, planned = worker.rollout.inference_engine, worker.platform.planned
         core, engine = llm.core, llm.config
         load = Workload(
@@ -100,7 +100,9 @@ def plan_rollout(worker: PlannedWorker, num_rows: int, prompt_length: int, respo
     return RolloutPlan(sync_bytes, sync_calls, state_bytes, load.num_blocks, prefill, decode, tuple(closing))
 
 
-def _run(worker: PlannedWorker, name: str, load: Workload, step: Step | None, num_steps: int) -> StepCost | None:
+def _run(
+    worker: PlannedWorker | PlannedRolloutWorker, name: str, load: Workload, step: Step | None, num_steps: int
+) -> StepCost | None:
     """Run the step through the real model runner, as a phase."""
     if step is None:
         return None
@@ -129,6 +131,6 @@ def _run(worker: PlannedWorker, name: str, load: Workload, step: Step | None, nu
     return StepCost(num_steps, step.num_tokens, peak, tuple(calls), launches)
 
 
-def _request(worker: PlannedWorker, load: Workload, row: int) -> Request:
+def _request(worker: PlannedWorker | PlannedRolloutWorker, load: Workload, row: int) -> Request:
     """A request with the sampling parameters of training."""
     return worker.rollout.request(str(row), load.prompt(row), row, load.response_length, {"eos_token_id": -1})

@@ -95,8 +95,6 @@ def planned_run(
     config = replace(config, actor_rollout_ref=worker)
     if config.trainer.device == "auto":
         config = replace(config, trainer=replace(config.trainer, device=KINDS[device.family]))
-    if config.has_rollout_ranks:
-        raise ValueError(f"trainer.schedule={config.trainer.schedule}: only schedule=sync can be planned rank by rank")
     arguments = {"name": name, "overrides": overrides, "nodes": nodes, "model": model}
     return PlannedRun(path.stem, config, load_hf_config(str(folder)), device, arguments)
 

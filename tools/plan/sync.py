@@ -15,7 +15,6 @@ import torch
 from hf_formats.config import HFModelConfig
 from megatron.core.parallel_layout import ParallelLayout
 from tools.plan.collectives import Collective
-from verl.workers.megatron_workers import ActorRolloutRefWorker
 from verl.workers.weight_sync.plan import Transfer, TransferPlan, build_plan
 from verl.workers.weight_sync.sync import WeightSync
 from vllm.config import ParallelConfig, VllmConfig
@@ -27,14 +26,13 @@ Item = TypeVar("Item")
 _built: dict[Hashable, TransferPlan] = {}  # the last plan, by the arguments of `shared_plan`
 
 
-def planned_sync(worker: ActorRolloutRefWorker) -> tuple[dict[str, int], tuple[Collective, ...]]:
-    """The weight sync of a worker that is built, without moving anything: its bytes and its calls.
+def planned_sync(sync: WeightSync) -> tuple[dict[str, int], tuple[Collective, ...]]:
+    """A rank's weight sync without moving anything: its bytes and its calls.
 
     Bytes: ``sent`` and ``received`` go over the network, ``kept`` go from the rank's training weights to its rollout
     weights without a buffer, and ``buckets`` are all buffers that are alive together. Calls: an all-to-all each round
     and the comparison of correct digests.
     """
-    sync = worker.rollout_mode.sync
     rounds, ranks = sync.rounds, tuple(torch.distributed.get_process_group_ranks(sync.group))
     calls = []
     for round_ in rounds:

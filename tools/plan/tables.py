@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 
 from megatron.core.parallel_layout import ParallelLayout
 from tools.plan.devices import GIB, LINKS
+from tools.plan.rank_plan import RankPlan
 from tools.plan.timing.constants import PhaseError
 from tools.plan.timing.cost import StepTime, Variation
 from tools.plan.whole import WholePlan
@@ -49,13 +50,13 @@ def state_table(plan: WholePlan) -> TextTable:
 
 def phase_table(plan: WholePlan) -> TextTable:
     """The peak of each phase on each stage's rank, and the bytes after it."""
-    rows = [
-        (phases[0].name, *(f"{phase.peak_bytes / GIB:.2f} {phase.after_bytes / GIB:.2f}" for phase in phases))
-        for phases in zip(*(rank.phases for rank in plan.stages), strict=True)
-    ]
-    return TextTable(
-        "Device memory by phase, GiB: the most, and what is left after it", ("phase", *_stages(plan)), rows
-    )
+    rows, names = [], _stages(plan)
+    for ranks in _alike(plan):
+        for phases in zip(*(rank.phases for rank in ranks), strict=True):
+            texts = (f"{phase.peak_bytes / GIB:.2f} {phase.after_bytes / GIB:.2f}" for phase in phases)
+            cells = dict(zip((rank.name for rank in ranks), texts, strict=True))
+            rows.append((phases[0].name, *(cells.get(name, "") for name in names)))
+    return TextTable("Device memory by phase, GiB: the most, and what is left after it", ("phase", *names), rows)
 
 
 def call_table(plan: WholePlan) -> TextTable:
@@ -75,7 +76,7 @@ def call_table(plan: WholePlan) -> TextTable:
 def launch_table(plan: WholePlan, step: StepTime) -> TextTable:
     """What the host queues, on the stage with the most of each, and the time of that beside the phase's own."""
     rows = []
-    for launches in zip(*(rank.launches for rank in plan.stages), strict=True):
+    for launches in chain(*(zip(*(rank.launches for rank in ranks), strict=True) for ranks in _alike(plan))):
         most = max(launches, key=lambda each: each.host_s)
         phase_s = step.seconds.get(MODELLED_PHASES[most.phase], 0.0)
         counts = (f"{most.each:,}", f"{most.per_layer:,.1f}", f"{most.times:,}")
@@ -130,7 +131,12 @@ def layout_text(layout: ParallelLayout) -> str:
 
 
 def _stages(plan: WholePlan) -> tuple[str, ...]:
-    return tuple(f"stage {rank.coords.pp}" for rank in plan.stages)
+    return tuple(rank.name for rank in plan.stages)
+
+
+def _alike(plan: WholePlan) -> list[list[RankPlan]]:
+    """The ranks that train, then the one that does not; those of a list have the same phases."""
+    return [list(ranks) for _, ranks in groupby(plan.stages, key=lambda rank: rank.coords is None)]
 
 
 def _off_by(error: PhaseError | None) -> str:

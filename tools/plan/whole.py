@@ -27,7 +27,8 @@ PROCESS_BYTES = 3 * GIB  # a worker's memory without its tensors: Python, torch,
 class WholePlan:
     """What a run needs, rank by rank.
 
-    stages: the plan of the first rank of each pipeline stage; the others of a stage hold and do the same ·
+    stages: the plan of the first rank of each pipeline stage, and of the first that only generates where some do; the
+    others of a stage hold and do the same ·
     num_parameters: the model's, every one counted once · problems: why the run cannot work, one sentence each ·
     traffic: phase -> link ("node", "domain", "cluster") -> bytes that the busiest rank passes on in a step.
     """
@@ -46,7 +47,7 @@ class WholePlan:
     @property
     def is_whole(self) -> bool:
         """Whether every stage was planned."""
-        return len(self.stages) == self.layout.pipeline_model_parallel_size
+        return len(self.stages) == len(_planned_ranks(self.run.config))
 
     @property
     def warnings(self) -> list[str]:
@@ -67,10 +68,12 @@ class WholePlan:
     def host_bytes(self) -> int:
         """Host memory of the fullest node: its ranks' tensors and their processes."""
         assert self.is_whole, len(self.stages)
-        of_stage = {plan.coords.pp: plan.host_bytes + PROCESS_BYTES for plan in self.stages}
-        per_node = self.run.config.trainer.n_gpus_per_node
-        nodes = (range(first, first + per_node) for first in range(0, self.layout.world_size, per_node))
-        return max(sum(of_stage[self.layout.stage(rank)] for rank in node) for node in nodes)
+        of_stage = {stage_of(self.layout, plan.rank): plan.host_bytes + PROCESS_BYTES for plan in self.stages}
+        config = self.run.config
+        first, per_node = config.trainer.world_size, config.trainer.n_gpus_per_node
+        nodes = [range(rank, rank + per_node) for rank in range(0, first, per_node)]
+        nodes += [range(first, first + config.rollout.n_gpus_per_node)] if config.has_rollout_ranks else []
+        return max(sum(of_stage[stage_of(self.layout, rank)] for rank in node) for node in nodes)
 
 
 def plan_run(run: PlannedRun, size: StepSize, *, ends_when_full: bool = False) -> WholePlan:
@@ -81,7 +84,7 @@ def plan_run(run: PlannedRun, size: StepSize, *, ends_when_full: bool = False) -
     layout, budget = run.config.training_layout, run.device.budget_bytes
     if found := layout_problems(run):
         return WholePlan(run, size, (), 0, tuple(found))
-    ranks = layout.members(0, ("pp",))  # the first of each stage
+    ranks = _planned_ranks(run.config)
     planned: list[RankPlan] = []
     try:
         for plan in _plan_ranks(run, size, ranks):
@@ -92,7 +95,7 @@ def plan_run(run: PlannedRun, size: StepSize, *, ends_when_full: bool = False) -
         return WholePlan(run, size, (), 0, (str(error),))
     stages = tuple(sorted(planned, key=lambda plan: plan.rank))
     found = [
-        f"rank {plan.rank} (stage {plan.coords.pp}) needs {plan.peak.peak_bytes / GIB:.1f} GiB in {plan.peak.name}; "
+        f"rank {plan.rank} ({plan.name}) needs {plan.peak.peak_bytes / GIB:.1f} GiB in {plan.peak.name}; "
         f"a {run.device.name} has {budget / GIB:.1f} for it ({run.device.memory_bytes / GIB:.0f} less "
         f"{run.device.reserved_bytes / GIB:.0f} of the driver)"
         for plan in stages
@@ -113,7 +116,7 @@ def layout_problems(run: PlannedRun) -> list[str]:
     found = run.config.training_layout.problems(
         hf.num_hidden_layers, hf.n_routed_experts or None, hf.num_attention_heads, hf.vocab_size
     )
-    world_size, tp = run.config.trainer.world_size, run.config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    world_size, tp = run.config.rollout_world_size, run.config.actor_rollout_ref.rollout.tensor_model_parallel_size
     if tp and world_size % tp:
         found.append(f"world size {world_size} is not a multiple of rollout TP {tp}")
     return found
@@ -162,7 +165,7 @@ def _plan_task(
 def calls_between_stages(layout: ParallelLayout, stages: Sequence[RankPlan]) -> dict[int, list[Phase]]:
     """The calls between stages, as if each stage were one rank: within a stage all members make the same calls."""
     return {
-        plan.coords.pp: [
+        stage_of(layout, plan.rank): [
             Phase(calls.phase, tuple(_projected(calls.phase, sample, layout, plan)))
             for calls in plan.calls
             for sample in calls.samples
@@ -181,14 +184,25 @@ def _projected(phase: str, calls: Sequence[Collective], layout: ParallelLayout, 
         crossed = _stages_of(layout, (plan.rank, call.peer) if call.peer >= 0 else call.ranks)
         if len(crossed) == 1:
             continue
-        call = call._replace(ranks=crossed, peer=layout.stage(call.peer) if call.peer >= 0 else -1)
+        call = call._replace(ranks=crossed, peer=stage_of(layout, call.peer) if call.peer >= 0 else -1)
         yield call if has_sizes or call.peer >= 0 else call._replace(splits=None, sent=0, received=0)
 
 
 @lru_cache(maxsize=1024)
 def _stages_of(layout: ParallelLayout, ranks: tuple[int, ...]) -> tuple[int, ...]:
     """The pipeline stages of ``ranks``, ascending."""
-    return tuple(sorted({layout.stage(rank) for rank in ranks}))
+    return tuple(sorted({stage_of(layout, rank) for rank in ranks}))
+
+
+def stage_of(layout: ParallelLayout, rank: int) -> int:
+    """The pipeline stage of ``rank``; after the last one for ranks that only generate."""
+    return layout.stage(rank) if rank < layout.world_size else layout.pipeline_model_parallel_size
+
+
+def _planned_ranks(config: PPOTrainerConfig) -> tuple[int, ...]:
+    """The first rank of each stage, and the first that only generates."""
+    first_others = (config.trainer.world_size,) if config.has_rollout_ranks else ()
+    return (*config.training_layout.members(0, ("pp",)), *first_others)
 
 
 def _traffic(stages: Sequence[RankPlan]) -> dict[str, dict[str, int]]:

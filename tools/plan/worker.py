@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from tools.plan.world import own_groups
 from verl.protocol import DataProto
 from verl.trainer.config import PPOTrainerConfig
 from verl.utils.device import group_backend
+from verl.utils.distributed import world_group
 from verl.utils.timeline import Timeline
 from verl.workers.actor import MegatronPPOActor
 from verl.workers.config import McoreEngineConfig
@@ -33,6 +35,8 @@ from verl.workers.engine_setup import model_fields
 from verl.workers.megatron_workers import ActorRolloutRefWorker
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
 from verl.workers.row_store import RowStore
+from verl.workers.separate_workers import RolloutWorker, TrainingWorker, weight_sync
+from verl.workers.weight_sync.sync import WeightSync
 from vllm.model_executor.model_loader.digest import WeightDigest
 from vllm.model_executor.model_loader.shard_writer import ShardWriter
 
@@ -102,24 +106,51 @@ class ForgetfulWriter(ShardWriter):
 
 
 class PlannedRollout(vLLMRollout):
-    """The engine of a planned rank.
-
-    ``takes_samples``: weight syncs bring only samples of the slices, and nothing is checked.
-    """
-
-    takes_samples = False
+    """The engine of a planned rank: weight syncs bring only samples of the slices, and nothing is checked."""
 
     def rank_shards(self, rank: int) -> LazyShards:
         return lazy_shards(self.inference_engine.config, rank)
 
     def update_weight_shards(self, version: int) -> AbstractContextManager[ShardWriter]:
-        return nullcontext(ForgetfulWriter({})) if self.takes_samples else super().update_weight_shards(version)
+        return nullcontext(ForgetfulWriter({}))
 
     def shard_digests(self) -> dict[str, WeightDigest]:
-        return {} if self.takes_samples else super().shard_digests()
+        return {}
 
 
-class PlannedWorker(ActorRolloutRefWorker):
+class PlannedEngine:
+    """What every planned worker has. Attributes as in ``PlannedWorker``; first_rank: the ranks before it only train."""
+
+    run_config: PPOTrainerConfig
+    hf_config: HFModelConfig
+    rank: int
+    kind: str
+    load: float
+    platform: PlannedPlatform
+    rollout: PlannedRollout
+    first_rank = 0
+
+    def new_rollout(self) -> vLLMRollout:
+        models, hf, num_ranks = self.run_config.actor_rollout_ref, self.hf_config, self.run_config.rollout_world_size
+        spread = rollout_spread(models.rollout, hf, self.rank - self.first_rank, num_ranks, self.load)
+        ops = rollout_ops(self.kind, spread, ordinary_token(hf), self.platform.planned.log)
+        engine: dict[str, Any] = {"rollout_ops": ops, "device": self.platform, "first_rank": self.first_rank}
+        return PlannedRollout(models.rollout, models.model.path, **engine)
+
+    def new_row_store(self) -> RowStore:
+        return PlannedRowStore(world_group(), self.run_config.actor_rollout_ref.nccl_timeout)
+
+    def engine_owners(self) -> dict[str, int]:
+        """Owner -> bytes on the device now of the rollout engine and the communicators."""
+        report = self.rollout.inference_engine.get_memory_report()
+        return {
+            "rollout weights": report["weights_bytes"],
+            "rollout kv_cache": report["kv_cache_bytes"],
+            "communicators": self.platform.planned.communicator_bytes,
+        }
+
+
+class PlannedWorker(PlannedEngine, ActorRolloutRefWorker):  # type: ignore[misc]
     """The worker of one rank, inside ``planned_rank`` and a ``PlannedDevice``; only weights and rows have no values.
 
     Args:
@@ -130,7 +161,6 @@ class PlannedWorker(ActorRolloutRefWorker):
     """
 
     timeline: MemoryTimeline
-    rollout: PlannedRollout
 
     def __init__(self, config: PPOTrainerConfig, kind: str, load: float, platform: PlannedPlatform) -> None:
         super().__init__(config, "actor_rollout_ref" if config.use_reference_policy else "actor_rollout")
@@ -171,25 +201,60 @@ class PlannedWorker(ActorRolloutRefWorker):
                 found[entry.what] += entry.num_bytes
         if self.ref is not None:
             found["reference"] = self.ref_weights.host_bytes * (self.ref_weights.is_onloaded + (len(places) == 2))
-        report = self.rollout.inference_engine.get_memory_report()
-        found["rollout weights"], found["rollout kv_cache"] = report["weights_bytes"], report["kv_cache_bytes"]
-        found["communicators"] = planned.communicator_bytes
-        return dict(found)
+        return found | self.engine_owners()
 
     build_transfer_plan = staticmethod(shared_plan)
 
-    def sync_samples_only(self) -> None:
-        """Let every later weight sync move only the largest part of each dtype per round, through its whole buffers."""
-        self.rollout.takes_samples = True
-        move_largest_only(self.rollout_mode.sync)
-
-    def new_rollout(self) -> vLLMRollout:
-        spread = rollout_spread(self.config.rollout, self.hf_config, self.rank, self.world_size, self.load)
-        ops = rollout_ops(self.kind, spread, ordinary_token(self.hf_config), self.platform.planned.log)
-        return PlannedRollout(self.config.rollout, self.config.model.path, rollout_ops=ops, device=self.platform)
-
-    def new_row_store(self) -> RowStore:
-        return PlannedRowStore(self.groups.world, self.config.nccl_timeout)
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Inside, the rollout engine has weights and cache, after a sync that moves samples only."""
+        move_largest_only(self.sync)
+        self.offload_for_rollout()
+        with self.rollout_mode:
+            yield
 
     def fetch_rows(self, data: DataProto, actor: MegatronPPOActor, columns: tuple[str, ...]) -> DataProto:
         return data
+
+
+class _SeparateEngine(PlannedEngine):
+    """What the planned workers of other schedules than ``sync`` have."""
+
+    device: torch.device
+    sync: WeightSync
+    update_weights: Callable[[int], None]
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """As ``PlannedWorker.generating``; on a rank that trains it is the sync alone."""
+        move_largest_only(self.sync)
+        self.update_weights(1)
+        yield
+
+    def new_weight_sync(self) -> WeightSync:
+        return weight_sync(self.run_config, self.device, lazy_shards, shared_plan)
+
+
+class PlannedTrainingWorker(_SeparateEngine, PlannedWorker, TrainingWorker):  # type: ignore[misc]
+    """A rank that trains while others generate."""
+
+    def engine_owners(self) -> dict[str, int]:
+        return {"communicators": self.platform.planned.communicator_bytes}
+
+
+class PlannedRolloutWorker(_SeparateEngine, RolloutWorker):  # type: ignore[misc]
+    """A rank that generates while others train; the arguments are those of ``PlannedWorker``."""
+
+    timeline: MemoryTimeline
+
+    def __init__(self, config: PPOTrainerConfig, kind: str, load: float, platform: PlannedPlatform) -> None:
+        super().__init__(config, "rollout")
+        self.kind, self.load, self.platform = kind, load, platform
+        self.timeline = MemoryTimeline(platform.planned.meter)
+
+    def init_model(self) -> None:  # type: ignore[override]
+        """Builds the engine, whose weights have shapes and no values."""
+        self.device, self.hf_config = DEVICE, load_hf_config(self.config.model.path)
+        self.build_engine()
+
+    device_owners = PlannedEngine.engine_owners

@@ -33,6 +33,13 @@ def join_world(device_type: str, timeout_s: float) -> None:
     dist.init_process_group(dist_backend(device_type), store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
+def world_group() -> dist.ProcessGroup:
+    """The group of all ranks, after ``join_world``."""
+    group = dist.group.WORLD
+    assert group is not None, "join_world makes it"
+    return group
+
+
 def _set_hccl_timeouts(timeout_s: float) -> None:
     """HCCL's own clocks, which torch's time-out does not reach; variables that the user has set stay.
 

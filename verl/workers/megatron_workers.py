@@ -24,7 +24,7 @@ from verl.single_controller.base.decorator import Dispatch, Execute, make_nd_com
 from verl.trainer.config import PPOTrainerConfig
 from verl.utils.checkpoint import MegatronCheckpointManager
 from verl.utils.device import device_module, group_backend, init_device, ops_providers, resolve_device
-from verl.utils.distributed import join_world
+from verl.utils.distributed import join_world, world_group
 from verl.utils.hang_watchdog import HangWatchdog
 from verl.utils.import_utils import import_external_libs, load_provider
 from verl.utils.megatron.frozen import HostResidentModel
@@ -332,11 +332,11 @@ class ActorRolloutRefWorker(Worker, DistProfilerExtension):
             bucket_bytes=config.update_weights_bucket_megabytes << 20,
             ranks_per_node=self.run_config.trainer.n_gpus_per_node,
         )
-        sync = WeightSync(plan, shards[self.groups.world.rank()], self.groups.world, self.device)
+        self.sync = WeightSync(plan, shards[self.groups.world.rank()], self.groups.world, self.device)
         self.rollout_mode = RolloutMode(
             self.actor_module,
             self.rollout,
-            sync,
+            self.sync,
             self.config.actor.megatron.param_offload,
             self.timeline,
             None if self.device_type == "cpu" else resolve_platform(self.device_type),
@@ -350,7 +350,7 @@ class ActorRolloutRefWorker(Worker, DistProfilerExtension):
 
     def new_row_store(self) -> RowStore:
         """The store of the rows that this rank generates."""
-        return RowStore(self.groups.world, self.config.nccl_timeout)
+        return RowStore(world_group(), self.config.nccl_timeout)
 
     def _log_prob_output(self, data: DataProto, name: str, log_probs: Tensor | None) -> DataProto:
         """Log-probs of ``data``'s rows, or references to them, or both where the controller computes with log-probs."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-import torch.distributed as dist
 
 from hf_formats.config import load_hf_config
 from verl.protocol import DataProto
@@ -11,7 +12,7 @@ from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, Execute, make_nd_compute_dataproto_dispatch_fn, register
 from verl.trainer.config import PPOTrainerConfig
 from verl.utils.device import init_device, ops_providers, resolve_device
-from verl.utils.distributed import join_world
+from verl.utils.distributed import join_world, world_group
 from verl.utils.hang_watchdog import HangWatchdog
 from verl.utils.import_utils import load_provider
 from verl.utils.profiler import DistProfiler, DistProfilerExtension
@@ -23,8 +24,10 @@ from verl.workers.rollout.rollout_messages import RolloutRequest, RolloutResult
 from verl.workers.rollout.vllm_rollout.sample_stream import SampleStream, run_request
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import all_rank_shards, vLLMRollout
 from verl.workers.row_store import RowStore, controller_batch
-from verl.workers.weight_sync.plan import build_plan
+from verl.workers.weight_sync.plan import TransferPlan, build_plan
 from verl.workers.weight_sync.sync import WeightSync
+from vllm.config import VllmConfig
+from vllm.model_executor.model_loader.rank_shards import RankShards, engine_shards
 from vllm.v1.request import Request
 
 _ROLLOUT, _SAVED = "rollout", "saved"
@@ -42,8 +45,12 @@ class TrainingWorker(ActorRolloutRefWorker):
             self.sync.run(self.actor_module.module.state_dict(keep_vars=True), None, version)
 
     def _build_rollout(self) -> None:
-        self.row_store = RowStore(_world(), self.config.nccl_timeout)
-        self.sync = _weight_sync(self.run_config, self.device)
+        self.row_store = self.new_row_store()
+        self.sync = self.new_weight_sync()
+
+    def new_weight_sync(self) -> WeightSync:
+        """The weight sync to the rollout ranks."""
+        return weight_sync(self.run_config, self.device)
 
 
 class SavedRolloutWorker(ActorRolloutRefWorker):
@@ -58,7 +65,7 @@ class SavedRolloutWorker(ActorRolloutRefWorker):
 
     def _build_rollout(self) -> None:
         self._register_dispatch_collect_info(_SAVED, self.rank, True)
-        self.row_store = RowStore(_world(), self.config.nccl_timeout)
+        self.row_store = self.new_row_store()
 
 
 class GroupRolloutWorker(ActorRolloutRefWorker):
@@ -108,6 +115,7 @@ class RolloutWorker(Worker, DistProfilerExtension):
         chosen, report_dir = self.config.rollout.profiler, config.trainer.report_dir
         self.profiler = DistProfiler(self.rank, chosen, config.global_profiler, role, self.device_type, report_dir)
         self.replica_size = self.config.rollout.tensor_model_parallel_size
+        self.first_rank = config.trainer.world_size
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> dict[str, dict[str, str]]:
@@ -115,26 +123,38 @@ class RolloutWorker(Worker, DistProfilerExtension):
         self.device = init_device(self.device_type)
         join_world(self.device_type, self.config.nccl_timeout)
         self.watchdog = make_watchdog(self.run_config, None)
-        self._build_engine()
+        self.build_engine()
         return {"rollout": load_provider(self.rollout_ops_provider)().implementations}
 
     @worker_phase
-    def _build_engine(self) -> None:
-        first_rank = self.run_config.trainer.world_size
-        self.rollout = vLLMRollout(
+    def build_engine(self) -> None:
+        """Builds the engine, with room for its weights and its cache, on a rank that is in the world."""
+        self.rollout = self.new_rollout()
+        self.rollout.resume(["weights"])
+        self.rollout.resume(["kv_cache"])
+        self.stream = SampleStream(self.rollout)
+        self.row_store = self.new_row_store()
+        self.sync = self.new_weight_sync()
+        replica, index = divmod(self.rank - self.first_rank, self.replica_size)
+        self._register_dispatch_collect_info(_ROLLOUT, replica, index == 0)
+
+    def new_rollout(self) -> vLLMRollout:
+        """The rollout engine, still without weights."""
+        return vLLMRollout(
             self.config.rollout,
             self.config.model.path,
             rollout_ops=self.rollout_ops_provider,
             device=self.device,
-            first_rank=first_rank,
+            first_rank=self.first_rank,
         )
-        self.rollout.resume(["weights"])
-        self.rollout.resume(["kv_cache"])
-        self.stream = SampleStream(self.rollout)
-        self.row_store = RowStore(_world(), self.config.nccl_timeout, first_rank=first_rank)
-        self.sync = _weight_sync(self.run_config, self.device)
-        replica, index = divmod(self.rank - first_rank, self.replica_size)
-        self._register_dispatch_collect_info(_ROLLOUT, replica, index == 0)
+
+    def new_row_store(self) -> RowStore:
+        """The store of the rows that this rank generates."""
+        return RowStore(world_group(), self.config.nccl_timeout, first_rank=self.first_rank)
+
+    def new_weight_sync(self) -> WeightSync:
+        """The weight sync from the training ranks."""
+        return weight_sync(self.run_config, self.device)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @worker_phase
@@ -190,24 +210,26 @@ class RolloutWorker(Worker, DistProfilerExtension):
         return self.row_store.store_generated(rows, self.replica_size, keeps_earlier=True)
 
 
-def _world() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None, "init_model has made it"
-    return group
+def weight_sync(
+    config: PPOTrainerConfig,
+    device: torch.device,
+    of_rank: Callable[[VllmConfig, int], RankShards] = engine_shards,
+    build: Callable[..., TransferPlan] = build_plan,
+) -> WeightSync:
+    """The weight sync from the training ranks, which come first, to the others; all ranks make the same plan.
 
-
-def _weight_sync(config: PPOTrainerConfig, device: torch.device) -> WeightSync:
-    """The weight sync from the training ranks, which come first, to the others; all ranks make the same plan."""
-    models, num_training, world = config.actor_rollout_ref, config.trainer.world_size, _world()
-    of_engine = all_rank_shards(models.rollout, models.model.path, config.rollout_world_size)
+    of_rank: the shards of a rank of the engine · build: see ``build_plan``.
+    """
+    models, num_training, group = config.actor_rollout_ref, config.trainer.world_size, world_group()
+    of_engine = all_rank_shards(models.rollout, models.model.path, config.rollout_world_size, of_rank)
     shards = {num_training + rank: of_rank for rank, of_rank in of_engine.items()}
-    plan = build_plan(
+    plan = build(
         load_hf_config(models.model.path),
         models.actor.megatron.layout(num_training),
         PARAMS_DTYPES[models.actor.megatron.dtype],
         shards,
-        world.size(),
+        group.size(),
         bucket_bytes=models.rollout.update_weights_bucket_megabytes << 20,
         ranks_per_node=config.trainer.n_gpus_per_node,
     )
-    return WeightSync(plan, shards.get(world.rank(), {}), world, device)
+    return WeightSync(plan, shards.get(group.rank(), {}), group, device)

@@ -17,7 +17,7 @@ import torch
 from recipes.common.tokenizer import write_tokenizer
 from tests.mindspeed_llm.tiny import tiny_hf_config, write_tiny_checkpoint
 from tests.tiny_models import CONFIGS
-from tests.tools.plan.trained_step import train_a_step
+from tests.tools.plan.trained_step import RankStep, train_a_step
 from tests.tools.plan.truth_layouts import LAYOUTS, overrides_of
 from tools.plan.collectives import Collective
 from tools.plan.devices import load_device
@@ -55,6 +55,13 @@ ONE_STEP = (
     "trainer.logger=[console]",
 )
 
+BESIDE = (
+    "trainer.schedule=one_step_off",
+    "actor_rollout_ref.hybrid_engine=false",
+    "rollout.nnodes=1",
+    "rollout.n_gpus_per_node=2",
+)
+
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -72,7 +79,7 @@ def write_inputs(root: Path, config: dict[str, Any]) -> Path:
     return root
 
 
-def step_config(inputs: Path, report_dir: Path, layout: str) -> PPOTrainerConfig:
+def step_config(inputs: Path, report_dir: Path, layout: str, *more: str) -> PPOTrainerConfig:
     world_size, overrides = LAYOUTS[layout]
     given = [
         *overrides_of(str(inputs / "model"), world_size, *overrides),
@@ -82,6 +89,7 @@ def step_config(inputs: Path, report_dir: Path, layout: str) -> PPOTrainerConfig
         override("custom_reward_function.path", Path(__file__).parents[2] / "verl" / "rewards_for_tests.py"),
         override("trainer.report_dir", report_dir),
         override("trainer.default_local_dir", report_dir / "checkpoints"),
+        *more,
     ]
     config = load_config(given)
     assert validate_config(config) == []
@@ -121,8 +129,25 @@ def test_a_step_of_experts_with_grouped_queries(layout: str, tmp_path: Path) -> 
     check_step(step_config(inputs, tmp_path / "run", layout))
 
 
+def test_a_step_beside_ranks_that_generate_is_its_plan(inputs: Path, tmp_path: Path) -> None:
+    """Ranks that train make their plan's calls; those that generate begin with theirs, and then run ahead."""
+    config = step_config(inputs, tmp_path, "ep2", *BESIDE)
+    did, num_training = train_a_step(config), config.trainer.world_size
+    assert len(did) == config.num_devices == num_training + 2
+    check_ranks(config, did[:num_training])
+    for rank, (calls, _) in enumerate(did[num_training:], num_training):
+        plan = plan_rank(config, load_device("cpu"), rank, StepSize(prompt_length(config), RESPONSE))
+        (sync, prefill), made = (whole(phase) for phase in plan.calls[:2]), iter(calls)
+        assert [phase.phase for phase in plan.calls] == ["weight_sync", "prefill", "decode", "generate_end"]
+        assert calls[: len(sync)] == sync and calls[len(sync) : len(sync) + len(prefill)] == prefill
+        assert all(call in made for call in whole(plan.calls[2])), "decode steps, in their order"
+
+
 def check_step(config: PPOTrainerConfig) -> None:
-    did = train_a_step(config)
+    check_ranks(config, train_a_step(config))
+
+
+def check_ranks(config: PPOTrainerConfig, did: list[RankStep]) -> None:
     size = StepSize(prompt_length(config), RESPONSE)
     for rank, (calls, spans) in enumerate(did):
         plan = plan_rank(config, load_device("cpu"), rank, size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -9,13 +10,13 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 from tests.parallel.launcher import run_ranks
 from tools.plan.collectives import Collective, CollectiveLog
-from verl.single_controller.base import WorkerGroup
+from verl.single_controller.base import Worker, WorkerGroup
 from verl.single_controller.base.worker_group import PendingCall
 from verl.trainer.config import PPOTrainerConfig
+from verl.trainer.main_ppo import worker_classes
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.reward_process import make_reward_fn
 from verl.utils.tokenizer import hf_tokenizer
-from verl.workers.megatron_workers import ActorRolloutRefWorker
 
 TIMEOUT_S = 120
 
@@ -28,21 +29,11 @@ class RankStep(NamedTuple):
 
 
 class SocketGroup(WorkerGroup):
-    """Ranks that were started by somebody else and call here; each takes one call at a time, in order."""
+    """Ranks that were started by somebody else and have called here; each takes one call at a time, in order."""
 
-    def __init__(self, server: socket.socket, world_size: int) -> None:
-        super().__init__("ranks", ActorRolloutRefWorker, world_size)
-        self._server = server
-        self._files: dict[int, BinaryIO] = {}
-
-    def meet(self) -> None:
-        """Wait for every rank to call."""
-        while len(self._files) < self.world_size:
-            connection, _ = self._server.accept()
-            connection.settimeout(TIMEOUT_S)
-            file = cast(BinaryIO, connection.makefile("rwb"))
-            connection.close()  # the file goes on
-            self._files[pickle.load(file)] = file
+    def __init__(self, worker_class: type[Worker], files: list[BinaryIO]) -> None:
+        super().__init__("ranks", worker_class, len(files))
+        self._files = files
 
     def run(
         self,
@@ -60,12 +51,24 @@ class SocketGroup(WorkerGroup):
             answers = [pickle.load(self._files[rank]) for rank in ranks]
             return [answer if is_kept else None for answer, is_kept in zip(answers, keep, strict=True)]
 
-        return PendingCall(wait, is_done=lambda: False)
+        return PendingCall(wait, is_done=lambda: True)  # so that whoever looks waits
 
     def shutdown(self) -> None:
         """No further call comes."""
-        for file in self._files.values():
+        for file in self._files:
             file.close()
+
+
+def meet(server: socket.socket, world_size: int) -> list[BinaryIO]:
+    """The ranks' connections in order, when every rank has called."""
+    files: dict[int, BinaryIO] = {}
+    while len(files) < world_size:
+        connection, _ = server.accept()
+        connection.settimeout(TIMEOUT_S)
+        file = cast(BinaryIO, connection.makefile("rwb"))
+        connection.close()  # the file goes on
+        files[pickle.load(file)] = file
+    return [files[rank] for rank in range(world_size)]
 
 
 def train_a_step(config: PPOTrainerConfig) -> list[RankStep]:
@@ -75,12 +78,14 @@ def train_a_step(config: PPOTrainerConfig) -> list[RankStep]:
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
         server.settimeout(TIMEOUT_S)
         address = server.getsockname()
-        ranks = pool.submit(run_ranks, serve, config.trainer.world_size, address, config, timeout_s=TIMEOUT_S)
-        group = SocketGroup(server, config.trainer.world_size)
-        trainer = RayPPOTrainer(config, tokenizer, ActorRolloutRefWorker, reward_fn)
+        ranks = pool.submit(run_ranks, serve, config.num_devices, address, config, timeout_s=TIMEOUT_S)
+        training, generating = worker_classes(config)
+        trainer = RayPPOTrainer(config, tokenizer, training, reward_fn)
         try:
-            group.meet()
-            trainer.workers = group
+            files, first = meet(server, config.num_devices), config.trainer.world_size
+            trainer.workers = SocketGroup(training, files[:first])
+            if generating is not None:
+                trainer.rollout_workers = SocketGroup(generating, files[first:])
             trainer.use_workers()
             trainer.fit()
         except (EOFError, OSError):
@@ -94,7 +99,10 @@ def train_a_step(config: PPOTrainerConfig) -> list[RankStep]:
 
 def serve(address: tuple[str, int], config: PPOTrainerConfig) -> RankStep:
     """Runs in every rank: makes the calls that come, and notes the collectives of all of them together."""
-    worker = ActorRolloutRefWorker(config, "actor_rollout_ref")
+    training, generating = worker_classes(config)
+    has_engine_alone = int(os.environ["RANK"]) >= config.trainer.world_size
+    chosen = (generating, "rollout") if generating is not None and has_engine_alone else (training, "actor_rollout_ref")
+    worker = chosen[0](config, chosen[1])
     log = CollectiveLog()
     with socket.create_connection(address, TIMEOUT_S) as connection, connection.makefile("rwb") as stream:
         controller = cast(BinaryIO, stream)

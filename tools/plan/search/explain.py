@@ -123,7 +123,7 @@ def _too_full(rank: RankPlan, budget: int) -> list[str]:
                 if owner.startswith(wanted) and num_bytes > GIB // 20
             )
             found.append(
-                f"stage {rank.coords.pp} in {phase.name}: {phase.peak_bytes / GIB:.1f} GiB, {over / GIB:.1f} too much "
+                f"{rank.name} in {phase.name}: {phase.peak_bytes / GIB:.1f} GiB, {over / GIB:.1f} too much "
                 f"({', '.join(parts)}; {(phase.peak_bytes - phase.before_bytes) / GIB:.1f} come in the phase)"
             )
     return found

@@ -107,7 +107,7 @@ def _print_reasons(own: StepTime, plan: WholePlan, best: Verified, console: Cons
     reasons = differences(own, ours, "the config")
     reasons += [f"the config's own does not work: {problem}" for problem in plan.problems[:1]]
     if best.plan is not None:
-        reasons.append(f"fullest in {best.plan.worst.peak.name} on stage {best.plan.worst.coords.pp}")
+        reasons.append(f"fullest in {best.plan.worst.peak.name} on {best.plan.worst.name}")
     for reason in reasons:
         console.print(f"  {reason}", highlight=False, markup=False)
     console.print("As overrides:")

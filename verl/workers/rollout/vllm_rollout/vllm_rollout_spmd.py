@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor
 from verl.protocol import DataProto
 from verl.workers.config import RolloutConfig
 from vllm import LLM, SamplingParams
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.digest import WeightDigest
 from vllm.model_executor.model_loader.rank_shards import RankShards, engine_shards
@@ -156,11 +157,16 @@ class vLLMRollout:
         return DataProto.from_dict(tensors=tensors, non_tensors={"finish_reason": reasons})
 
 
-def all_rank_shards(config: RolloutConfig, model_path: str, num_ranks: int) -> dict[int, RankShards]:
+def all_rank_shards(
+    config: RolloutConfig,
+    model_path: str,
+    num_ranks: int,
+    of_rank: Callable[[VllmConfig, int], RankShards] = engine_shards,
+) -> dict[int, RankShards]:
     """What each of the ``num_ranks`` ranks of an engine owns, computed without an engine; ranks count from 0."""
     arguments = _engine_arguments(config, model_path, num_ranks)
     engine = EngineArgs(**arguments).create_engine_config(0, num_ranks)
-    return {rank: engine_shards(engine, rank) for rank in range(num_ranks)}
+    return {rank: of_rank(engine, rank) for rank in range(num_ranks)}
 
 
 def _engine_arguments(config: RolloutConfig, model_path: str, num_ranks: int) -> dict[str, Any]:
