@@ -116,9 +116,9 @@ def _alike(stages: Sequence[RankPlan]) -> list[tuple[str, str, RankPlan]]:
     """Runs of stages whose phases differ by less than 3% of the peak: first, last, and the fullest one's plan."""
     runs: list[list[RankPlan]] = []
     for rank in stages:
-        pairs = zip(runs[-1][0].phases, rank.phases, strict=True) if runs and rank.coords is not None else ()
+        pairs = zip(runs[-1][0].phases, rank.phases, strict=False) if runs else ()
         near = [abs(x.peak_bytes - y.peak_bytes) < 0.03 * rank.peak.peak_bytes for x, y in pairs]
-        if runs and all(near):
+        if runs and all(near) and rank.coords is not None:
             runs[-1].append(rank)
         else:
             runs.append([rank])

@@ -31,6 +31,13 @@ SMALL = (
     "actor_rollout_ref.rollout.n=2",
 )
 
+BESIDE = (
+    "trainer.schedule=fully_async",
+    "actor_rollout_ref.hybrid_engine=False",
+    "rollout.nnodes=1",
+    "rollout.n_gpus_per_node=1",
+)
+
 
 def plan(tmp_path: Path, *options: str, gib: float = 16) -> int:
     model, device = tmp_path / "model", tmp_path / "device.toml"
@@ -110,6 +117,29 @@ def test_the_page_has_the_memory_of_every_phase_by_owner(tmp_path: Path) -> None
     of_update = next(phase["held"] for phase in stage["phases"] if phase["name"] == "update_actor")
     assert of_update["gradient"] > 0 and of_update["rollout weights"] == of_update["rollout kv_cache"] == 0
     assert ">gradient</text>" in figure and f">{OTHER}</text>" in figure
+
+
+def test_ranks_that_only_generate_are_planned_beside_those_that_train(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, numbers = tmp_path / "plan.html", tmp_path / "plan.json"
+    assert plan(tmp_path, *BESIDE, "--page", str(page), "--output", str(numbers)) == FITS
+    found = json.loads(numbers.read_text())
+    training, rollout = found["stages"]
+    phases = [[phase["name"] for phase in rank["phases"]] for rank in (training, rollout)]
+    assert (training["stage"], rollout["stage"], rollout["rank"], found["num_devices"]) == (0, "rollout", 2, 3)
+    assert "update_actor" in phases[0] and "decode" not in phases[0]
+    assert phases[1] == ["weight_sync", "update_weights", "decode", "prefill"]
+    assert rollout["device_state"]["rollout kv_cache"] > 0 and "rollout kv_cache" not in training["device_state"]
+    assert training["weight_sync"]["sent"] > 0 == training["weight_sync"]["received"]
+    assert rollout["weight_sync"]["received"] > 0 == rollout["weight_sync"]["sent"]
+    assert page.read_text().count("fullest in") == 2
+    capsys.readouterr()
+    assert plan(tmp_path, *BESIDE, "--search") == BAD_INPUT
+    assert "for schedule=sync alone" in capsys.readouterr().out
+    many = "actor_rollout_ref.rollout.num_gpu_blocks_override=400000"
+    assert plan(tmp_path, *BESIDE, many, gib=6) == DOES_NOT_FIT
+    assert "rank 2 (rollout) needs" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_bar_is_as_high_as_what_lies_there(monkeypatch: pytest.MonkeyPatch) -> None:
