@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ray_workers import forked_workers
-from tools.workshop.bench import data_plane, step, train
+from tools.workshop.bench import step, train
 from tools.workshop.bench.models import Batch, matmul_flops, parsed, small_config, update_flops
 
 TINY = "--hidden-size 64 --num-layers 2 --num-experts 8 --vocab-size 64 --tokens 96 --length 32 --micro-tokens 64"
@@ -58,16 +57,3 @@ def test_work_of_a_step() -> None:
     # A prompt that two samples share is computed once, and its logits are not computed.
     whole, shared = matmul_flops(hf, [20, 20]), update_flops(hf, [16], 2, 4)
     assert shared < whole and update_flops(hf, [16, 16], 2, 4) == 2 * shared
-
-
-def test_data_plane_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "costs.json"
-    options = f"--prompts 4 --samples 2 --lengths 3 5 --ranks 4 --processes 1 --rounds 1 --json {file}"
-    with forked_workers():
-        assert data_plane.main(options.split()) == 0
-    sent = {(cost["phase"], cost["way"]): cost["megabytes"] * 1e6 for cost in json.loads(file.read_text())}
-    assert len(sent) == 7
-    # Of each of 8 rows: four references of 12 bytes and one advantage; or ids and masks int64, log-probs, advantages.
-    assert sent["dispatch", "by reference"] == pytest.approx(8 * (4 * 12 + 4))
-    assert sent["dispatch", "through the controller"] == pytest.approx(8 * (8 * 16 + 5 * (8 + 4 + 4)))
-    assert "times that" in capsys.readouterr().out
