@@ -121,9 +121,14 @@ def test_it_can_be_registered_and_named_with_older_keys_and_a_module(
     assert get_reward_manager_cls("user_customized").__name__ == "Mine" and reward_manager_problems(registered) == []
     monkeypatch.syspath_prepend(str(file.parent))
     older = ["reward_loop_source=importlib", "reward_loop_module_path=pkg://mine", "reward_loop_class_name=Mine"]
-    config = load_config([f"+reward_model.{key}" for key in older])
+    section = ["source=importlib", "name=Mine", "module.path=pkg://mine", "module.name=custom"]  # v0.7.0's own, too
     MANAGERS.entries.pop("user_customized")
-    assert config.reward_model.manager_spec is not None and reward_manager_problems(config) == []
+    for given in (
+        [f"+reward_model.{key}" for key in older],
+        ["+reward_model.use_reward_loop=True", *(f"+reward_manager.{key}" for key in section)],
+    ):
+        config = load_config(given)
+        assert config.reward_model.manager_spec is not None and reward_manager_problems(config) == []
 
 
 def _answers(*answers: Any, most: int = 16) -> tuple[list[list[float]], dict[str, Any]]:

@@ -30,7 +30,8 @@ _RENAMED = tuple(
         (r"rollout\.n$", "actor_rollout_ref.rollout.n"),
         (rf"({_ROLE})(?:mindspeed|veomni)\.router_replay\.", r"\1router_replay."),
         (r"reward\.custom_reward_function\.", "custom_reward_function."),
-        (r"reward\.reward_manager\.name$", "reward_model.reward_manager"),
+        (r"(?:reward\.)?reward_manager\.name$", "reward_model.reward_manager"),
+        (r"reward_manager\.", "reward.reward_manager."),  # v0.7.0's place
         (r"reward\.(num_workers$|reward_kwargs\.)", r"reward_model.\1"),
     )
 )
