@@ -12,7 +12,6 @@ from tools.subtree.api import api_of, public_api
 from tools.subtree.git import moves
 from tools.subtree.manifest import ROOT, Manifest
 
-Api = Mapping[str, Mapping[str, str]]  # module path -> public name -> signature
 Entry = tuple[str, bool, str]  # of a list of work: heading, whether nothing is left to do, what changed
 
 
