@@ -33,31 +33,56 @@ def paged_attention(
     """
     import torch_npu
 
-    inputs = query, k_pages, v_pages
-    options = {
-        "query_rope": query_rope,
-        "key_rope": key_rope,
-        "num_heads": num_heads,
-        "num_key_value_heads": num_kv_heads,
-        "input_layout": layout,
-        "scale": scale,
-        "block_table": meta.block_tables,
-        "block_size": meta.block_size,
-    }
     if meta.renewals is None:
-        lengths = meta.seq_lens_host.tolist()
-        out: Tensor = torch_npu.npu_fused_infer_attention_score(*inputs, **options, actual_seq_lengths_kv=lengths)[0]
+        out: Tensor = torch_npu.npu_fused_infer_attention_score(
+            query,
+            k_pages,
+            v_pages,
+            query_rope=query_rope,
+            key_rope=key_rope,
+            num_heads=num_heads,
+            num_key_value_heads=num_kv_heads,
+            input_layout=layout,
+            scale=scale,
+            block_table=meta.block_tables,
+            block_size=meta.block_size,
+            actual_seq_lengths_kv=meta.seq_lens_host.tolist(),
+        )[0]
         return out
     if "paged_workspace" not in meta.scratch:  # the layers run one after the other, so they share it
-        longest = [meta.block_tables.shape[1] * meta.block_size] * len(query)
         meta.scratch["paged_workspace"] = torch_npu._npu_fused_infer_attention_score_get_max_workspace(
-            *inputs, **options, actual_seq_lengths_kv=longest
+            query,
+            k_pages,
+            v_pages,
+            query_rope=query_rope,
+            key_rope=key_rope,
+            num_heads=num_heads,
+            num_key_value_heads=num_kv_heads,
+            input_layout=layout,
+            scale=scale,
+            block_table=meta.block_tables,
+            block_size=meta.block_size,
+            actual_seq_lengths_kv=[meta.block_tables.shape[1] * meta.block_size] * len(query),
         )
     workspace, output, no_lse = meta.scratch["paged_workspace"], torch.empty_like(query), query.new_empty(1)
 
     def launch() -> None:
-        lengths, results = meta.seq_lens_host.tolist(), {"workspace": workspace, "out": [output, no_lse]}
-        torch_npu.npu_fused_infer_attention_score.out(*inputs, **options, actual_seq_lengths_kv=lengths, **results)
+        torch_npu.npu_fused_infer_attention_score.out(
+            query,
+            k_pages,
+            v_pages,
+            query_rope=query_rope,
+            key_rope=key_rope,
+            num_heads=num_heads,
+            num_key_value_heads=num_kv_heads,
+            input_layout=layout,
+            scale=scale,
+            block_table=meta.block_tables,
+            block_size=meta.block_size,
+            actual_seq_lengths_kv=meta.seq_lens_host.tolist(),
+            workspace=workspace,
+            out=[output, no_lse],
+        )
 
     if "task_updates" not in meta.scratch:
         meta.scratch["task_updates"] = TaskUpdates()
