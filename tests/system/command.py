@@ -26,7 +26,7 @@ from verl.utils.net_utils import free_ports
 
 TAG_NAME = "R1_ZERO_TEST_COMMAND"
 # Machines that run tests may be busy, so only what an issue promises has a tight limit; this one is a safety net.
-PATIENCE_S = 400.0
+PATIENCE_S = 900.0
 POLL_S = 0.05
 
 

@@ -37,6 +37,7 @@ SMALL = (
     "trainer.timeline_freq=2",
     "trainer.log_samples_freq=2",
     "trainer.log_samples_rows=10",
+    "reward_model.timeout_s=120",  # an answer that a busy machine leaves ungraded is another result
 )
 
 

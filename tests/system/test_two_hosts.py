@@ -1,4 +1,4 @@
-"""Bar 8: the same script on two hosts (network namespaces) forms one Ray cluster; a missing node is named in time."""
+"""The same script on two hosts (network namespaces) forms one Ray cluster; a missing node is named in time."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ HEAD, WORKER = "10.79.0.1", "10.79.0.2"
 UNREACHABLE = "192.0.2.77"  # of a block that documentation alone uses
 LOST_S = 5.0
 NOTICE_S = 30.0
+OVER_BOTH = "actor_rollout_ref.actor.megatron.expert_model_parallel_size=2"  # the config has the devices of one host
 
 pytestmark = pytest.mark.timeout(900)  # whole jobs; each wait has its own limit
 
@@ -47,7 +48,7 @@ class Hosts:
             OMP_NUM_THREADS=1,  # a host's one worker would take all of its cores, and other threads other last bits
         )
         prefix = ["ip", "netns", "exec", self.worker if rank else self.head]
-        return Command(folder / f"node{rank}.log", environment, ("--no-plan", *converted.arguments), prefix)
+        return Command(folder / f"node{rank}.log", environment, ("--no-plan", *converted.arguments, OVER_BOTH), prefix)
 
     def cut(self) -> None:
         """Pull the cable."""
