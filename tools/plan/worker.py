@@ -106,16 +106,21 @@ class ForgetfulWriter(ShardWriter):
 
 
 class PlannedRollout(vLLMRollout):
-    """The engine of a planned rank: weight syncs bring only samples of the slices, and nothing is checked."""
+    """The engine of a planned rank.
+
+    ``takes_samples``: weight syncs bring only samples of the slices, and nothing is checked.
+    """
+
+    takes_samples = False
 
     def rank_shards(self, rank: int) -> LazyShards:
         return lazy_shards(self.inference_engine.config, rank)
 
     def update_weight_shards(self, version: int) -> AbstractContextManager[ShardWriter]:
-        return nullcontext(ForgetfulWriter({}))
+        return nullcontext(ForgetfulWriter({})) if self.takes_samples else super().update_weight_shards(version)
 
     def shard_digests(self) -> dict[str, WeightDigest]:
-        return {}
+        return {} if self.takes_samples else super().shard_digests()
 
 
 class PlannedEngine:
@@ -130,7 +135,7 @@ class PlannedEngine:
     rollout: PlannedRollout
     first_rank = 0
 
-    def new_rollout(self) -> vLLMRollout:
+    def new_rollout(self) -> PlannedRollout:
         models, hf, num_ranks = self.run_config.actor_rollout_ref, self.hf_config, self.run_config.rollout_world_size
         spread = rollout_spread(models.rollout, hf, self.rank - self.first_rank, num_ranks, self.load)
         ops = rollout_ops(self.kind, spread, ordinary_token(hf), self.platform.planned.log)
@@ -208,6 +213,7 @@ class PlannedWorker(PlannedEngine, ActorRolloutRefWorker):  # type: ignore[misc]
     @contextmanager
     def generating(self) -> Iterator[None]:
         """Inside, the rollout engine has weights and cache, after a sync that moves samples only."""
+        self.rollout.takes_samples = True
         move_largest_only(self.sync)
         self.offload_for_rollout()
         with self.rollout_mode:
@@ -256,5 +262,6 @@ class PlannedRolloutWorker(_SeparateEngine, RolloutWorker):  # type: ignore[misc
         """Builds the engine, whose weights have shapes and no values."""
         self.device, self.hf_config = DEVICE, load_hf_config(self.config.model.path)
         self.build_engine()
+        self.rollout.takes_samples = True
 
     device_owners = PlannedEngine.engine_owners
