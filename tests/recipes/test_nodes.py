@@ -69,3 +69,4 @@ def test_nodes_join_are_compared_ended_and_missed(cluster: Cluster, tmp_path: Pa
         assert not watching.done()
         cluster.remove_node(fits, allow_graceful=False)
         assert "(node 1) went away: " in watching.result(PATIENCE_S)
+    assert "(node 1) went away: " in nodes.watch(2), "before it began"

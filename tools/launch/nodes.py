@@ -98,12 +98,13 @@ def watch(num_nodes: int) -> str:
     import ray
 
     watched = {node["NodeID"] for node in _alive_nodes()}
-    if len(watched) < num_nodes:
-        return f"Ray has {len(watched)} of {num_nodes} nodes"
+    is_short = len(watched) < num_nodes  # a node went away after all had joined, before this process began
     while True:
         for node in ray.nodes():
-            if node["NodeID"] in watched and not node["Alive"]:
+            if not node["Alive"] and (is_short or node["NodeID"] in watched):
                 return f"node {_name(node)} went away: {node['DeathReasonMessage'] or 'Ray has lost it'}"
+        if is_short:
+            return f"Ray has {len(watched)} of {num_nodes} nodes"
         time.sleep(POLL_S)
 
 
