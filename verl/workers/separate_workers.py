@@ -222,7 +222,7 @@ def weight_sync(
     """
     models, num_training, group = config.actor_rollout_ref, config.trainer.world_size, world_group()
     of_engine = all_rank_shards(models.rollout, models.model.path, config.rollout_world_size, of_rank)
-    shards = {num_training + rank: of_rank for rank, of_rank in of_engine.items()}
+    shards = {num_training + rank: owned for rank, owned in of_engine.items()}
     plan = build(
         load_hf_config(models.model.path),
         models.actor.megatron.layout(num_training),
