@@ -30,6 +30,7 @@ class Refuse:
 
 sys.meta_path.insert(0, Refuse())
 """
+LIMIT_S = 540  # the day's own limit; 60 to 200 s are usual, more beside other tests
 needs_tables = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None or not hasattr(F, "grouped_mm"),
     reason="the CUDA tables need triton and torch.nn.functional.grouped_mm",
@@ -41,7 +42,7 @@ def run_day(out: Path, blocker: Path, *arguments: str) -> subprocess.CompletedPr
     (blocker / "sitecustomize.py").write_text(REFUSE, "utf-8")
     command = [sys.executable, "-m", "tools.workshop.gpu_day", "--out", str(out), "--device", "cpu", *arguments]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(blocker), str(ROOT)))}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
 
 
 # A decode step's time is a difference of two times, which noise can turn round where steps are tiny.
@@ -49,7 +50,7 @@ DIFFERENCES = ("decode", "fp8")
 
 
 @needs_tables
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(LIMIT_S + 30)
 def test_every_part_runs_on_a_cpu_and_what_must_hold_holds(tmp_path: Path) -> None:
     ended = run_day(tmp_path / "day", tmp_path / "blocker")
     assert ended.returncode == 0, ended.stdout + ended.stderr

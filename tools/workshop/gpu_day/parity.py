@@ -121,10 +121,9 @@ def _compare(
     for entry, how in entries.items():
         count: Counter[bool] = Counter()
         first = ""
-        for case, make in how.cases.items():
-            if case in _ASCENDS_OWN:
-                continue
-            for dtype in how.dtypes if device == "cuda" else how.dtypes[-1:]:  # on a CPU tests take all of them
+        cases = [(case, make) for case, make in how.cases.items() if case not in _ASCENDS_OWN]
+        for case, make in cases if device == "cuda" else cases[:1]:  # on a CPU tests take all of them
+            for dtype in how.dtypes if device == "cuda" else how.dtypes[-1:]:
                 for size in sizes.values():
                     call = make(Maker(dtype), size)
                     try:
@@ -136,7 +135,7 @@ def _compare(
                         count[False] += 1
                     else:
                         count[True] += 1
-        rows.holds(f"{entry} ({names[entry]})", count[False] == 0, first or f"{count[True]} cases")
+        rows.holds(f"{entry} ({names[entry]})", count[False] == 0, first or f"cases: {count[True]}")
 
 
 def _tolerance(how: Entry, dtype: torch.dtype, device: str) -> dict[torch.dtype, float]:
