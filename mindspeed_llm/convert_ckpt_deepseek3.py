@@ -9,12 +9,7 @@ from pathlib import Path
 from hf_formats.config import HFModelConfig
 from hf_formats.problems import raise_problems
 from megatron.core.parallel_layout import ParallelLayout
-from mindspeed_llm.conversion.command import (
-    add_checkpoint_flags,
-    conversion_parser,
-    positive,
-    run_conversion,
-)
+from mindspeed_llm.conversion.command import add_checkpoint_flags, conversion_parser, positive, run_conversion
 from mindspeed_llm.conversion.engine import Conversion
 from mindspeed_llm.conversion.inputs import input_config, open_input
 from mindspeed_llm.conversion.rank_writer import RankWriter

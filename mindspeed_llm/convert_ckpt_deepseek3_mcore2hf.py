@@ -8,20 +8,9 @@ from pathlib import Path
 from hf_formats.config import load_hf_config, read_config_dict
 from megatron.core.parallel_layout import ParallelLayout
 from mindspeed_llm.cli_io import companion_files
-from mindspeed_llm.conversion.command import (
-    add_checkpoint_flags,
-    conversion_parser,
-    positive,
-    run_conversion,
-)
+from mindspeed_llm.conversion.command import add_checkpoint_flags, conversion_parser, positive, run_conversion
 from mindspeed_llm.conversion.engine import Conversion
-from mindspeed_llm.conversion.hf_writer import (
-    HFTensor,
-    HFWriter,
-    published,
-    published_config,
-    shards_by_bytes,
-)
+from mindspeed_llm.conversion.hf_writer import HFTensor, HFWriter, published, published_config, shards_by_bytes
 from mindspeed_llm.convert_ckpt_deepseek3 import add_layout_flags, given_layout
 from mindspeed_llm.dcp_checkpoint import DCPCheckpoint, is_dcp
 from mindspeed_llm.hf_checkpoint import DEFAULT_SHARD_BYTES, plain_config

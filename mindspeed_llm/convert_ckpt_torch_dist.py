@@ -8,12 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mindspeed_llm.conversion.command import (
-    add_checkpoint_flags,
-    conversion_parser,
-    positive,
-    run_conversion,
-)
+from mindspeed_llm.conversion.command import add_checkpoint_flags, conversion_parser, positive, run_conversion
 from mindspeed_llm.conversion.dcp_writer import DCPWriter
 from mindspeed_llm.conversion.engine import Conversion
 from mindspeed_llm.conversion.inputs import open_input

@@ -138,12 +138,7 @@ class Buffer:
         return 2 * num_max_dispatch_tokens_per_rank * hidden * num_experts
 
     def low_latency_dispatch(
-        self,
-        x: Tensor,
-        topk_idx: Tensor,
-        num_max_dispatch_tokens_per_rank: int,
-        num_experts: int,
-        use_fp8: bool = True,
+        self, x: Tensor, topk_idx: Tensor, num_max_dispatch_tokens_per_rank: int, num_experts: int, use_fp8: bool = True
     ) -> tuple[Any, ...]:
         """([experts here, tokens of all ranks at most, hidden], int32 [experts here], handle, event, hook). -1 chooses
         nothing; slots past an expert's number hold anything.
@@ -201,12 +196,7 @@ class ShapesOnly(Buffer):
     """For tensors on meta, in the low-latency mode: what arrives has a shape and no values."""
 
     def low_latency_dispatch(
-        self,
-        x: Tensor,
-        topk_idx: Tensor,
-        num_max_dispatch_tokens_per_rank: int,
-        num_experts: int,
-        use_fp8: bool = True,
+        self, x: Tensor, topk_idx: Tensor, num_max_dispatch_tokens_per_rank: int, num_experts: int, use_fp8: bool = True
     ) -> tuple[Any, ...]:
         assert topk_idx.device == x.device and len(x) <= num_max_dispatch_tokens_per_rank
         num_here, slots = num_experts // self.group_size, num_max_dispatch_tokens_per_rank * self.group_size

@@ -183,11 +183,7 @@ def _from_huggingface(request: Request, limit_s: float) -> None:
         raise ValueError(f"it has no file {' or '.join(request.patterns or ('at all',))}")
     _check_room(request.directory, sizes)
     snapshot_download(
-        request.repo_id,
-        repo_type=kind,
-        revision=info.sha,
-        allow_patterns=sorted(sizes),
-        local_dir=request.directory,
+        request.repo_id, repo_type=kind, revision=info.sha, allow_patterns=sorted(sizes), local_dir=request.directory
     )
 
 

@@ -5,11 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from verl.data_proto import DataProto, DataProtoItem
-from verl.protocol_storage import (
-    AUTO_PADDING,
-    BY_RANK,
-    list_of_dict_to_dict_of_list,
-)
+from verl.protocol_storage import AUTO_PADDING, BY_RANK, list_of_dict_to_dict_of_list
 from verl.utils.errors import BatchError
 
 __all__ = [

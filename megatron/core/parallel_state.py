@@ -70,11 +70,7 @@ GROUP_AXES: dict[str, tuple[tuple[str, ...], bool]] = {
 
 PAIR = "pair"  # in place of a group's name: two ranks, between which ``isend`` and ``irecv`` go
 # What nothing is sent over, by ``moe_token_dispatcher_type``.
-UNUSED_GROUPS = {
-    "alltoall": ("mp", "etp_ep"),
-    "allgather": ("mp", "ep", "etp"),
-    "flex": ("mp", "etp_ep"),
-}
+UNUSED_GROUPS = {"alltoall": ("mp", "etp_ep"), "allgather": ("mp", "ep", "etp"), "flex": ("mp", "etp_ep")}
 
 
 class GroupBackend:

@@ -10,9 +10,7 @@ from typing import Any, NoReturn
 
 OUTPUT = ("--output_dir", "--output", "--local_dir", "--local_save_dir")  # the last two are upstream's
 INPUT = ("--input_dir", "--local_dataset_path")  # the last one is upstream's
-ELSEWHERE = {
-    "--hdfs_dir": "this command writes to a local folder alone; copy that one (hdfs dfs -put FOLDER HDFS_DIR)",
-}
+ELSEWHERE = {"--hdfs_dir": "this command writes to a local folder alone; copy that one (hdfs dfs -put FOLDER HDFS_DIR)"}
 
 
 class DataScriptParser(argparse.ArgumentParser):

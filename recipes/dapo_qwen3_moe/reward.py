@@ -26,8 +26,4 @@ def compute_score(
     graded = math_dapo.compute_score(solution_str, truth)
     given = (_ANSWER.findall(solution_str[-_LOOKED_AT:]) or [""])[-1].strip()
     is_right = answers_equal(given, truth) or (graded["acc"] and not contradict(given, truth))
-    return {
-        "score": 1.0 if is_right else -1.0,
-        "acc": float(is_right),
-        "answered": float(graded["pred"] != NO_ANSWER),
-    }
+    return {"score": 1.0 if is_right else -1.0, "acc": float(is_right), "answered": float(graded["pred"] != NO_ANSWER)}

@@ -71,10 +71,7 @@ def own_overrides(inputs: RecipeInputs) -> dict[str, object]:
     """The curriculum, where there is more than one degree."""
     if len(degrees_of(inputs)) < 2:
         return {}
-    return {
-        "data.sampler.class_path": "pkg://recipes.gsm8k.curriculum",
-        "data.sampler.class_name": "DegreeCurriculum",
-    }
+    return {"data.sampler.class_path": "pkg://recipes.gsm8k.curriculum", "data.sampler.class_name": "DegreeCurriculum"}
 
 
 def data_arguments(inputs: RecipeInputs, input_dir: Path) -> list[object]:

@@ -55,10 +55,7 @@ def test_an_unknown_family_is_refused_with_those_that_exist(
 ) -> None:
     mamba, supported = "model_type 'mamba'", "is not supported; supported: deepseek_v3, deepseek_v2, qwen3"
     for family, message in (
-        (
-            {"model_type": "mamba", "architectures": ["MambaForCausalLM"]},
-            f"config.json: {mamba} {supported}",
-        ),
+        ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, f"config.json: {mamba} {supported}"),
         ({"architectures": ["MambaForCausalLM"]}, f"architecture 'MambaForCausalLM' without a model_type {supported}"),
         ({}, f"architecture None without a model_type {supported}"),
         (

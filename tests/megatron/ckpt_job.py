@@ -47,12 +47,7 @@ class TrainingJob:
     """Model, optimizer and scheduler of this rank; ``train`` continues wherever the state says."""
 
     def __init__(
-        self,
-        groups: ProcessGroups,
-        *,
-        seed: int = 7,
-        optimizer: Mapping[str, Any] | None = None,
-        **changes: Any,
+        self, groups: ProcessGroups, *, seed: int = 7, optimizer: Mapping[str, Any] | None = None, **changes: Any
     ) -> None:
         self.groups = groups
         optimizer_config = OptimizerConfig(lr=1e-2, adam_eps=1e-4, **(optimizer or {}))

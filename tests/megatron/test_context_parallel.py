@@ -11,11 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import parallel_state
-from megatron.core.context_parallel import (
-    ContextParallelAttention,
-    gathered_rows,
-    zigzag_indices,
-)
+from megatron.core.context_parallel import ContextParallelAttention, gathered_rows, zigzag_indices
 from megatron.core.context_parallel.attention import COMM_TYPES
 from megatron.core.models.gpt import GPTModel
 from megatron.core.ops import reference_ops

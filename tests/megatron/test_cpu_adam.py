@@ -13,12 +13,7 @@ import torch
 from megatron.core.dist_checkpointing import CheckpointSaver, load_checkpoint
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.ops.cpu import cpu_ops
-from megatron.core.optimizer import (
-    DistributedOptimizer,
-    HybridDeviceOptimizer,
-    OptimizerConfig,
-    get_megatron_optimizer,
-)
+from megatron.core.optimizer import DistributedOptimizer, HybridDeviceOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import NUM_SLOTS
 from megatron.core.parallel_state import ProcessGroups, initialize_model_parallel
 from tests.megatron.streams_in_any_order import AnyOrder

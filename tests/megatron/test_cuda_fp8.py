@@ -129,8 +129,7 @@ def test_rounding_to_e4m3_costs_what_its_bits_say() -> None:
 
 
 @pytest.mark.parametrize(
-    ("counts", "dtype"),
-    [([3, 0, 130, 0, 127], torch.bfloat16), ([0, 0, 1], torch.float32), ([0, 0], torch.bfloat16)],
+    ("counts", "dtype"), [([3, 0, 130, 0, 127], torch.bfloat16), ([0, 0, 1], torch.float32), ([0, 0], torch.bfloat16)]
 )
 def test_products_of_experts(fp8: TrainOps, counts: list[int], dtype: torch.dtype) -> None:
     """Experts without rows, blocks that begin anywhere, and no rows at all."""

@@ -26,11 +26,7 @@ def outcomes(sizes: dict[str, int]) -> list[tuple[str, Tensor, Tensor, float]]:
     groups = initialize_model_parallel(**sizes)
     found = []
     with deep_ep_installed():
-        for tolerance, plain, flex in (
-            (1e-5, {}, {}),
-            (2e-2, BF16, FLEX),
-            (2e-2, BF16 | OVERLAP, FLEX | OVERLAP),
-        ):
+        for tolerance, plain, flex in ((1e-5, {}, {}), (2e-2, BF16, FLEX), (2e-2, BF16 | OVERLAP, FLEX | OVERLAP)):
             expected, layer = make_layer(groups, **plain), make_layer(groups, **flex)
             if not flex:  # the library's own dtype is bfloat16
                 layer.token_dispatcher = DeepEPTokenDispatcher(8, 64, groups)

@@ -30,11 +30,7 @@ def _loss_grads_counts(changes: dict[str, Any]) -> tuple[torch.Tensor, dict[str,
 @pytest.mark.parametrize(("method", "num_layers"), [("uniform", 2), ("block", 2), ("block", 3)])
 def test_recompute_changes_nothing(method: str, num_layers: int) -> None:
     loss, grads, counts = _loss_grads_counts({})
-    recompute = {
-        "recompute_granularity": "full",
-        "recompute_method": method,
-        "recompute_num_layers": num_layers,
-    }
+    recompute = {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": num_layers}
     again, recomputed, recounted = _loss_grads_counts(recompute)
     assert again == loss
     assert recomputed.keys() == grads.keys()
@@ -45,10 +41,7 @@ def test_recompute_changes_nothing(method: str, num_layers: int) -> None:
 
 @pytest.mark.parametrize(
     ("method", "want"),
-    [
-        ("block", [([1, 1, 1], 0), ([1, 1, 1], 1), ([1, 1, 1], 2)]),
-        ("uniform", [([3], 0), ([3, 1], 0), ([3, 2], 0)]),
-    ],
+    [("block", [([1, 1, 1], 0), ([1, 1, 1], 1), ([1, 1, 1], 2)]), ("uniform", [([3], 0), ([3, 1], 0), ([3, 2], 0)])],
 )
 def test_recompute_counts_the_layers_of_each_stage(method: str, want: list[tuple[list[int], int]]) -> None:
     """Stages of 3, 4 and 5 layers, N = 3: what is recomputed together, and how many layers keep their activations."""

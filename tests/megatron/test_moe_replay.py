@@ -20,13 +20,7 @@ from megatron.core.parallel_state import ProcessGroups
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import MicroBatchRouting, RouterReplay
-from tests.megatron.model_helpers import (
-    make_model,
-    one_process_groups,
-    one_process_world,
-    packed_batch,
-    tiny_config,
-)
+from tests.megatron.model_helpers import make_model, one_process_groups, one_process_world, packed_batch, tiny_config
 from tests.megatron.moe_helpers import assert_close, make_layer, tokens
 from tests.parallel.launcher import run_ranks
 

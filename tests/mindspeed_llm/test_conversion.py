@@ -60,11 +60,7 @@ CASES: dict[str, tuple[list[str], dict[str, Any], int]] = {
         {"num_hidden_layers": 13, "n_routed_experts": 32, "num_nextn_predict_layers": 1},
         256,
     ),
-    "tp4 pp8 ep8 experts split": (
-        [*sizes(4, 8, 8), *GROUPED],
-        {"num_hidden_layers": 8, "n_routed_experts": 16},
-        256,
-    ),
+    "tp4 pp8 ep8 experts split": ([*sizes(4, 8, 8), *GROUPED], {"num_hidden_layers": 8, "n_routed_experts": 16}, 256),
     "all dense": ([*sizes(2, 1, 1), *GROUPED], {"first_k_dense_replace": 3}, 2),
 }
 
@@ -74,8 +70,7 @@ SLOW = ("tp4 pp8 ep8 extended, uneven", "tp4 pp8 ep8 experts split")
 
 
 @pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, id=name, marks=[pytest.mark.slow] * (name in SLOW)) for name, case in CASES.items()],
+    "case", [pytest.param(case, id=name, marks=[pytest.mark.slow] * (name in SLOW)) for name, case in CASES.items()]
 )
 def test_round_trip_is_bit_equal(case: tuple[list[str], dict[str, Any], int], tmp_path: Path) -> None:
     flags, overrides, num_files = case

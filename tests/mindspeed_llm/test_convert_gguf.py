@@ -21,15 +21,7 @@ from mindspeed_llm.gguf_form import file as gguf_file
 from mindspeed_llm.gguf_form.file import open_gguf
 from mindspeed_llm.gguf_form.tokenizer import make_tokenizer
 from mindspeed_llm.hf_checkpoint import open_hf
-from tests.mindspeed_llm.gguf_side import (
-    ARCHITECTURES,
-    TEMPLATE,
-    add_tokenizer,
-    add_tokens,
-    finish,
-    gguf,
-    write_gguf,
-)
+from tests.mindspeed_llm.gguf_side import ARCHITECTURES, TEMPLATE, add_tokenizer, add_tokens, finish, gguf, write_gguf
 from tests.mindspeed_llm.tiny import tiny_decoder_config
 from tests.published import readers, smollm2, smollm2_gguf
 from tests.real_tokenizers import KINDS, PUBLISHED, TEXTS
@@ -141,8 +133,7 @@ def test_stacks_of_quantised_experts_are_divided(name: str, tmp_path: Path, monk
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["qwen", "llama3", "llama2", *(pytest.param(name, marks=pytest.mark.slow) for name in PUBLISHED)],
+    "name", ["qwen", "llama3", "llama2", *(pytest.param(name, marks=pytest.mark.slow) for name in PUBLISHED)]
 )
 def test_text_becomes_the_same_tokens(name: str, tmp_path: Path) -> None:
     kind = KINDS[name]

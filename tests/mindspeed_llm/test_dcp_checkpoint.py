@@ -24,12 +24,7 @@ from mindspeed_llm.load_weights import load_weights, open_shards
 from mindspeed_llm.model import build_model
 from mindspeed_llm.weight_plan import local_plan
 from mindspeed_llm.weight_source import fill
-from tests.mindspeed_llm.tiny import (
-    tiny_hf_config,
-    tiny_moonlight_config,
-    tiny_qwen3_config,
-    write_tiny_checkpoint,
-)
+from tests.mindspeed_llm.tiny import tiny_hf_config, tiny_moonlight_config, tiny_qwen3_config, write_tiny_checkpoint
 from tests.parallel.launcher import run_ranks
 
 

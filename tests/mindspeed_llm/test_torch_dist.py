@@ -57,11 +57,7 @@ CASES: dict[str, tuple[list[str], dict[str, Any], int]] = {
         tiny_hf_config(num_hidden_layers=4),
         0,
     ),
-    "qwen3, tied, tp2 pp3": (
-        [*sizes(2, 3, 1), *GROUPED],
-        tiny_qwen3_config(tie_word_embeddings=True),
-        0,
-    ),
+    "qwen3, tied, tp2 pp3": ([*sizes(2, 3, 1), *GROUPED], tiny_qwen3_config(tie_word_embeddings=True), 0),
 }
 
 

@@ -307,11 +307,7 @@ CASES: dict[str, Entry] = {
     "new_gqa_cache": _entry(new_gqa_cache),
     "rope_write_gqa": _entry(gqa_write, npu_ops=("npu_rms_norm", "npu_rotary_mul"), tolerance={FP32: 1e-5, BF16: 2e-2}),
     "gqa_prefill": _entry(gqa_prefill, npu_ops=("npu_fusion_attention",), tolerance={FP32: 1e-5, BF16: 1e-2}),
-    "gqa_decode": _entry(
-        gqa_decode,
-        npu_ops=("npu_fused_infer_attention_score",),
-        tolerance={FP32: 1e-5, BF16: 1e-2},
-    ),
+    "gqa_decode": _entry(gqa_decode, npu_ops=("npu_fused_infer_attention_score",), tolerance={FP32: 1e-5, BF16: 1e-2}),
     "topk_router": _entry(
         router, router_without_division, router_of_softmax_scores, npu_ops=("npu_moe_gating_top_k",), dtypes=(FP32,)
     ),

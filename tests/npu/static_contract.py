@@ -15,15 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from tests.npu.schema_types import (
-    UNKNOWN,
-    Kinds,
-    Schema,
-    kinds_of,
-    kinds_of_annotation,
-    parse_schema,
-    parse_signature,
-)
+from tests.npu.schema_types import UNKNOWN, Kinds, Schema, kinds_of, kinds_of_annotation, parse_schema, parse_signature
 
 SCHEMAS = Path(__file__).parent / "schemas"
 VERSIONS = ("2.5.1.post1", "2.13.0")

@@ -51,11 +51,7 @@ def test_products_are_added_in_float32_without_a_pass_over_the_weights(groups: P
 
 @pytest.mark.parametrize(
     ("dtype", "ddp", "is_fused"),
-    [
-        (torch.float32, {}, True),
-        (torch.bfloat16, {"grad_reduce_in_fp32": False}, True),
-        (torch.bfloat16, {}, False),
-    ],
+    [(torch.float32, {}, True), (torch.bfloat16, {"grad_reduce_in_fp32": False}, True), (torch.bfloat16, {}, False)],
     ids=["fp32", "bf16 sums", "switched off"],
 )
 def test_what_the_kernel_does_not_take_goes_through_autograd(

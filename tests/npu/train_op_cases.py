@@ -333,8 +333,7 @@ def adamw(new: Maker, size: Sizes) -> Call:
 
     weight, grad, exp_avg = (new.floats(size.parameters) for _ in range(3))
     return Call(
-        run,
-        [new.floats(size.parameters, dtype=FP32), weight, grad, exp_avg, new.floats(size.parameters).square()],
+        run, [new.floats(size.parameters, dtype=FP32), weight, grad, exp_avg, new.floats(size.parameters).square()]
     )
 
 

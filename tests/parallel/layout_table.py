@@ -180,12 +180,7 @@ CASES = [
     ),
     _case(4, tp=2, cp=2, etp=2, note="down-projections split", mla_down_proj_column_parallel=True),
     _case(
-        4,
-        model="deepseek_v3 with MTP",
-        tp=2,
-        pp=2,
-        note="down-projections split",
-        mla_down_proj_column_parallel=True,
+        4, model="deepseek_v3 with MTP", tp=2, pp=2, note="down-projections split", mla_down_proj_column_parallel=True
     ),
     _case(8, tp=2, pp=2, vpp=2, ep=2, note="VPP 2, block recompute", changes=_BLOCK),
     _case(16, pp=4, ep=4, note="r1_ascend: TP1 PP4 EP4"),

@@ -16,12 +16,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from tests.mindspeed_llm.tiny import (
-    tiny_hf_config,
-    tiny_qwen3_config,
-    tiny_v2_lite_config,
-    write_tiny_checkpoint,
-)
+from tests.mindspeed_llm.tiny import tiny_hf_config, tiny_qwen3_config, tiny_v2_lite_config, write_tiny_checkpoint
 from tests.parallel.launcher import run_ranks
 from verl.protocol import DataProto
 from verl.trainer.config import load_config, validate_config

@@ -416,11 +416,7 @@ def test_token_is_made_once_and_private(tmp_path: Path) -> None:
 
 
 def test_output_dir_belongs_to_one_run(tmp_path: Path) -> None:
-    with (
-        only_run(tmp_path / "out"),
-        pytest.raises(ValueError, match=f"pid {os.getpid()}"),
-        only_run(tmp_path / "out"),
-    ):
+    with only_run(tmp_path / "out"), pytest.raises(ValueError, match=f"pid {os.getpid()}"), only_run(tmp_path / "out"):
         raise AssertionError("two runs hold the lock")
 
 

@@ -186,12 +186,7 @@ def clean_environment() -> dict[str, str]:
         "MASTER_PORT",
     }
     passed_on = {name: value for name, value in users_environment().items() if name.upper() not in dropped}
-    return passed_on | {
-        "SETUP": "no",
-        "VENV_DIR": sys.prefix,
-        "RAY_PORT": str(free_ports(1)[0]),
-        "COLUMNS": "120",
-    }
+    return passed_on | {"SETUP": "no", "VENV_DIR": sys.prefix, "RAY_PORT": str(free_ports(1)[0]), "COLUMNS": "120"}
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, float]]:

@@ -30,11 +30,7 @@ TINY = "--threads 1 --num-prompts 4 --prompt-lengths 2 5 --new-tokens 8"
     ],
 )
 def test_rollout_beside_transformers(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    ops: str,
-    works: list[str],
-    failing: list[str],
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ops: str, works: list[str], failing: list[str]
 ) -> None:
     """An engine that fails is reported, and the others go on."""
     python = tmp_path / "python"

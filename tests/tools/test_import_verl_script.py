@@ -117,11 +117,7 @@ source /opt/env.sh
 {TRAINER} data.train_files=$FILES trainer.nnodes=$WORLD_SIZE trainer.n_gpus_per_node=$PASSED \\
     trainer.experiment_name=run_$(date +%F) data.val_files=`ls *.parquet`
 """,
-        (
-            *WORDS,
-            "data.train_files=$(pwd)/data/train.parquet",
-            "trainer.nnodes=$WORLD_SIZE",
-        ),
+        (*WORDS, "data.train_files=$(pwd)/data/train.parquet", "trainer.nnodes=$WORLD_SIZE"),
         (
             "line 1: DATA_DIR: $(pwd): give --set DATA_DIR=...",
             "line 3: PASSED: read -r PASSED: give --set PASSED=...",
@@ -135,12 +131,7 @@ source /opt/env.sh
         f"""DATA_DIR=$(pwd)/data
 {TRAINER} data.train_files=$DATA_DIR/a.parquet trainer.nnodes=$WORLD_SIZE trainer.experiment_name=run_$(date +%F)
 """,
-        (
-            *WORDS,
-            "data.train_files=/d/a.parquet",
-            "trainer.nnodes=4",
-            "trainer.experiment_name=of today",
-        ),
+        (*WORDS, "data.train_files=/d/a.parquet", "trainer.nnodes=4", "trainer.experiment_name=of today"),
         options=("--set", "DATA_DIR=/d", "--set", "WORLD_SIZE=4", "--set", "trainer.experiment_name=of today"),
     ),
     "conditions, and the trainer under one": Case(

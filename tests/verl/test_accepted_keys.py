@@ -55,14 +55,7 @@ ONE_VALUE = {
     "async_training.require_batches": "3",
 }
 # Files whose reads are no action.
-ONLY_CHECKS_OR_SHOWS = {
-    "validate.py",
-    "checks.py",
-    "load.py",
-    "preflight.py",
-    "print_plan.py",
-    "run_changes.py",
-}
+ONLY_CHECKS_OR_SHOWS = {"validate.py", "checks.py", "load.py", "preflight.py", "print_plan.py", "run_changes.py"}
 # Parts of the paths in every run's YAML file, which the configs' own interpolations read.
 IN_PATHS = {"trainer.project_name", "trainer.experiment_name"}
 # A key that acts through one that follows it in the base YAML file.

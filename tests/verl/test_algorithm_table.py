@@ -31,9 +31,7 @@ LINES = _lines()
 
 def _problems(overrides: list[str]) -> list[str]:
     config = load_config(
-        ["data.max_response_length=4096", *overrides],
-        config_name="r1_zero_tiny",
-        config_dir=RECIPE_CONFIGS,
+        ["data.max_response_length=4096", *overrides], config_name="r1_zero_tiny", config_dir=RECIPE_CONFIGS
     )
     get_adv_estimator_fn(config.algorithm.adv_estimator)
     get_policy_loss_fn(config.actor_rollout_ref.actor.policy_loss.loss_mode)

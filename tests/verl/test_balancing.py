@@ -9,13 +9,7 @@ import pytest
 import torch
 
 from tests.megatron.model_helpers import one_process_groups
-from verl.utils.partitions import (
-    RowTokens,
-    balanced_order,
-    get_seqlen_balanced_partitions,
-    partitions_within,
-    split_to,
-)
+from verl.utils.partitions import RowTokens, balanced_order, get_seqlen_balanced_partitions, partitions_within, split_to
 from verl.workers.actor import megatron_actor
 from verl.workers.actor.megatron_actor import split_rows
 

@@ -178,10 +178,7 @@ def test_state_on_the_host_and_in_small_dtypes_reaches_the_optimizer() -> None:
     ("override", "told"),
     [
         (f"{TRANSFORMER}.recompute_modules=[mla]", "expected a list of mla_up_proj, core_attn"),
-        (
-            f"{TRANSFORMER}.recompute_granularity=some",
-            "is 'some'; expected one of full, selective",
-        ),
+        (f"{TRANSFORMER}.recompute_granularity=some", "is 'some'; expected one of full, selective"),
         (f"{TRANSFORMER}.recompute_granularity=full", "recompute_method is None"),
         (f"{TRANSFORMER}.recompute_num_layers=0", "expected a whole number, at least 1"),
         (f"{TRANSFORMER}.cp_comm_type=ring", "expected one of p2p, all_gather, a2a"),

@@ -120,7 +120,7 @@ def _batch() -> DataProto:
             "token_level_rewards": rewards,
             "advantages": advantages,
             "returns": advantages,
-        },
+        }
     )
 
 

@@ -31,10 +31,7 @@ def write_parrot(path: Path, texts: Mapping[str, Sequence[str]], special_tokens:
     tokenizer.add_tokens([AddedToken(piece, normalized=False, special=piece in special_tokens) for piece in pieces])
     checkpoint = write_checkpoint(path, vocab_size=len(words) + len(pieces))
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="<bos>",
-        eos_token="<eos>",
-        chat_template=CHAT_TEMPLATE,
+        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", chat_template=CHAT_TEMPLATE
     ).save_pretrained(path)
     next_of = {}
     for key, text in texts.items():

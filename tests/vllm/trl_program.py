@@ -65,10 +65,7 @@ def gap(trainer: Any) -> dict[str, Any]:
 def main(model: str, result: str, *options: str) -> None:
     data = Dataset.from_dict({"prompt": [f"What is {i} + {i}?" for i in range(16)]})
     trainer = GRPOTrainer(
-        model=model,
-        reward_funcs=digits,
-        args=settings(Path(result).parent, "--sleep" in options),
-        train_dataset=data,
+        model=model, reward_funcs=digits, args=settings(Path(result).parent, "--sleep" in options), train_dataset=data
     )
     before = [weight.detach().clone() for weight in trainer.model.parameters()]
     trainer.train()

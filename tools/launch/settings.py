@@ -172,10 +172,7 @@ def variables(recipe: Recipe) -> dict[str, tuple[str, str]]:
     """Default and meaning of every variable: the one list behind --help, --print-plan and the README's table."""
     eval_meaning = "evaluation sets of the same form: name path, and again for each"
     return {
-        "CONFIG_NAME": (
-            _default_config(recipe),
-            f"config in recipes/{recipe.name}/config, without .yaml",
-        ),
+        "CONFIG_NAME": (_default_config(recipe), f"config in recipes/{recipe.name}/config, without .yaml"),
         recipe.input_variable: (recipe.input_default, recipe.input_meaning),
         **({recipe.eval_variable: (recipe.eval_default, eval_meaning)} if recipe.eval_variable else {}),
         **recipe.own_variables,

@@ -9,13 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from recipes.common.recipe import ROOT
-from tools.launch.job import (
-    Job,
-    config_path,
-    has_shards,
-    latest_step,
-    model_dimensions,
-)
+from tools.launch.job import Job, config_path, has_shards, latest_step, model_dimensions
 
 
 @dataclass(frozen=True)

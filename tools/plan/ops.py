@@ -45,11 +45,7 @@ class Routing:
 
 
 def train_ops(
-    device: str,
-    routing: Routing,
-    pads_values: bool = True,
-    tp_comm_overlap: bool = False,
-    has_fp8: bool = False,
+    device: str, routing: Routing, pads_values: bool = True, tp_comm_overlap: bool = False, has_fp8: bool = False
 ) -> TrainOps:
     """The table that a run uses on ``device`` (cpu, cuda or npu), with its experts chosen by ``routing``.
 

@@ -10,15 +10,7 @@ from hf_formats.files import write_text
 from tools.plan.devices import GIB
 from tools.plan.figures import host_svg, memory_svg, size_text, time_colours, time_svg
 from tools.plan.rank_plan import RankPlan
-from tools.plan.tables import (
-    TextTable,
-    call_table,
-    launch_table,
-    layout_text,
-    phase_table,
-    state_table,
-    time_table,
-)
+from tools.plan.tables import TextTable, call_table, launch_table, layout_text, phase_table, state_table, time_table
 from tools.plan.timing.cost import StepTime
 from tools.plan.whole import PROCESS_BYTES, WholePlan
 from tools.report.page import page_style, tiles

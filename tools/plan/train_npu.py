@@ -150,12 +150,7 @@ def _token_unpermute(rows: Tensor, row_map: Tensor, probs_TK: Tensor | None = No
 
 
 def _adamw_step(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    how: AdamwSettings,
-    weight: Tensor | None = None,
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, how: AdamwSettings, weight: Tensor | None = None
 ) -> None:
     with in_float32(grad, exp_avg, exp_avg_sq, scale=how.grad_scale):
         launched(2)  # the number of the step is a tensor there

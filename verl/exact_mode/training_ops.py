@@ -136,10 +136,7 @@ def _differentiable(exact: Callable[..., Tensor], differentiable: Callable[..., 
 class _GradientOfAnother(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        exact: Callable[..., Tensor],
-        differentiable: Callable[..., Tensor],
-        *inputs: Tensor,
+        ctx: Any, exact: Callable[..., Tensor], differentiable: Callable[..., Tensor], *inputs: Tensor
     ) -> Tensor:
         ctx.save_for_backward(*inputs)
         ctx.differentiable = differentiable

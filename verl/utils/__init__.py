@@ -5,11 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_FROM = {
-    "as_torch_index": "groupwise",
-    "group_mean_std": "groupwise",
-    "hf_tokenizer": "tokenizer",
-}
+_FROM = {"as_torch_index": "groupwise", "group_mean_std": "groupwise", "hf_tokenizer": "tokenizer"}
 
 __all__ = list(_FROM)
 

@@ -67,10 +67,7 @@ def ops_providers(trainer: TrainerConfig, device: str) -> tuple[str, str]:
                 f"trainer.exact_log_probs=True on {device}: only a CPU has exact ops; set trainer.device=cpu"
             )
         return EXACT_OPS
-    return (
-        trainer.train_ops or _TRAIN_OPS[device],
-        trainer.rollout_ops or _ROLLOUT_OPS[device],
-    )
+    return (trainer.train_ops or _TRAIN_OPS[device], trainer.rollout_ops or _ROLLOUT_OPS[device])
 
 
 def group_backend(device: str) -> GroupBackend:

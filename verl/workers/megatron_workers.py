@@ -241,10 +241,7 @@ class ActorRolloutRefWorker(Worker, DistProfilerExtension):
         layout = self.run_config.training_layout
         num_other_ranks = self.world_size - layout.world_size  # ranks that only generate
         return initialize_from_layout(
-            layout,
-            self.config.nccl_timeout / 60,
-            num_other_ranks=num_other_ranks,
-            backend=self.group_backend,
+            layout, self.config.nccl_timeout / 60, num_other_ranks=num_other_ranks, backend=self.group_backend
         )
 
     def new_model(self, ops: TrainOps, hf: HFModelConfig, engine: McoreEngineConfig) -> GPTModel | ModelChunks:
@@ -297,13 +294,7 @@ class ActorRolloutRefWorker(Worker, DistProfilerExtension):
             self.kind,
         )
         self.checkpoint_manager = MegatronCheckpointManager(
-            config.checkpoint,
-            model,
-            self.optimizer,
-            self.scheduler,
-            hf,
-            self.config.model.path,
-            self.groups,
+            config.checkpoint, model, self.optimizer, self.scheduler, hf, self.config.model.path, self.groups
         )
 
     def _connect_groups(self, dispatcher: str) -> None:

@@ -22,10 +22,7 @@ from vllm_ascend.ops.topk_router import topk_router
 
 # Entries that are partly the reference. Products are torch's own ops, which are the device's (aclnnMatmul,
 # aclnnBatchMatMul).
-MIXED = {
-    "topk_router": "native (softmax scores: reference)",
-    "sample": "native top-k and top-p, reference draw",
-}
+MIXED = {"topk_router": "native (softmax scores: reference)", "sample": "native top-k and top-p, reference draw"}
 
 
 def rollout_ops() -> RolloutOps:

@@ -3,9 +3,4 @@
 from megatron.core.context_parallel.attention import ContextParallelAttention
 from megatron.core.context_parallel.zigzag import ContextShard, gathered_rows, zigzag_indices
 
-__all__ = [
-    "ContextParallelAttention",
-    "ContextShard",
-    "gathered_rows",
-    "zigzag_indices",
-]
+__all__ = ["ContextParallelAttention", "ContextShard", "gathered_rows", "zigzag_indices"]

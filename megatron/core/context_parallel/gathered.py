@@ -80,10 +80,7 @@ def _put_together(shard: ContextShard, first: Tensor, second: Tensor) -> Tensor:
 
 def _halves(shard: ContextShard) -> Iterator[tuple[Tensor, Tensor, tuple[Tensor, Tensor]]]:
     """This rank's first and second chunks: their rows, the gathered rows of what they see, the bounds of both."""
-    for rows, (keys, bounds) in (
-        (shard.first_rows, shard.keys_of_first),
-        (shard.second_rows, shard.keys_of_second),
-    ):
+    for rows, (keys, bounds) in ((shard.first_rows, shard.keys_of_first), (shard.second_rows, shard.keys_of_second)):
         yield rows, keys, (shard.half, bounds)
 
 

@@ -64,14 +64,7 @@ class SharedPromptAttention(Protocol):
     """
 
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens: Tensor,
-        max_seqlen: int,
-        scale: float,
-        shared: SharedPrompts,
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, shared: SharedPrompts
     ) -> Tensor: ...
 
 
@@ -211,11 +204,7 @@ class TopkRouter(Protocol):
     """
 
     def __call__(
-        self,
-        logits_TE: Tensor,
-        rule: RouterRule,
-        expert_bias: Tensor | None = None,
-        chosen_TK: Tensor | None = None,
+        self, logits_TE: Tensor, rule: RouterRule, expert_bias: Tensor | None = None, chosen_TK: Tensor | None = None
     ) -> tuple[Tensor, Tensor]: ...
 
 

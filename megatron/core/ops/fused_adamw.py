@@ -15,12 +15,7 @@ from megatron.core.ops.reference import in_float32
 
 
 def adamw_step(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    how: AdamwSettings,
-    weight: Tensor | None = None,
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, how: AdamwSettings, weight: Tensor | None = None
 ) -> None:
     """See ``contract.AdamwStep``: in float32 each value is read and written once, without temporaries."""
     with in_float32(grad, exp_avg, exp_avg_sq, scale=how.grad_scale) as (wide_grad, mean, square):

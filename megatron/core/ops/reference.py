@@ -52,12 +52,7 @@ def rotary_interleaved(x_TNR: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def adamw_step(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    how: AdamwSettings,
-    weight: Tensor | None = None,
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, how: AdamwSettings, weight: Tensor | None = None
 ) -> None:
     """See ``contract.AdamwStep``; needs one temporary of the parameter's size."""
     beta1, beta2 = how.betas

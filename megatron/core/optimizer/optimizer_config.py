@@ -48,11 +48,7 @@ class OptimizerConfig:
     @property
     def state_dtypes(self) -> dict[str, torch.dtype]:
         """Dtype of each part of the state, in the order and under the names of ``ShardState``."""
-        return {
-            "master": self.main_params_dtype,
-            "exp_avg": self.exp_avg_dtype,
-            "exp_avg_sq": self.exp_avg_sq_dtype,
-        }
+        return {"master": self.main_params_dtype, "exp_avg": self.exp_avg_dtype, "exp_avg_sq": self.exp_avg_sq_dtype}
 
     def __post_init__(self) -> None:
         found = [

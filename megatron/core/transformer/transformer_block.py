@@ -25,12 +25,7 @@ class TransformerBlock(nn.Module):
     """
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        groups: ProcessGroups,
-        ops: TrainOps,
-        post_layer_norm: bool,
-        vp_stage: int = 0,
+        self, config: TransformerConfig, groups: ProcessGroups, ops: TrainOps, post_layer_norm: bool, vp_stage: int = 0
     ) -> None:
         super().__init__()
         self.config = config

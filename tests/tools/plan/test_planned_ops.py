@@ -88,10 +88,7 @@ def test_planned_entries_of_cuda_keep_what_the_real_ones_keep(entry: str) -> Non
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize(
     ("call", "shapes"),
-    [
-        (lambda ops, x, w: linear(x, w, ops.linear_products), [(TOKENS, 16), (24, 16)]),
-        CUDA_CALLS["grouped_matmul"],
-    ],
+    [(lambda ops, x, w: linear(x, w, ops.linear_products), [(TOKENS, 16), (24, 16)]), CUDA_CALLS["grouped_matmul"]],
 )
 def test_planned_fp8_products_allocate_what_the_real_ones_do(call: Callable, shapes: list[tuple[int, ...]]) -> None:
     """Beside what is kept: the bytes of the quantised copies."""

@@ -118,10 +118,7 @@ def assert_dispatch_takes_less(folder: Path, transfer_plan: TransferPlan) -> Non
 
 
 def test_too_small_a_device_is_told(tmp_path: Path) -> None:
-    with (
-        pytest.raises(ValueError, match="leaves room for"),
-        worker_of(tmp_path, 0, SHARE + "0.4"),
-    ):
+    with pytest.raises(ValueError, match="leaves room for"), worker_of(tmp_path, 0, SHARE + "0.4"):
         pass
 
 

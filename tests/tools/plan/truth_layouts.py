@@ -53,10 +53,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
             f"{ENGINE}.expert_model_parallel_size=2",
         ],
     ),
-    "tp2_pp2_dp2_ep4_recompute": (
-        8,
-        [*EXTENDED, f"{ENGINE}.pipeline_model_parallel_size=2", *RECOMPUTE],
-    ),
+    "tp2_pp2_dp2_ep4_recompute": (8, [*EXTENDED, f"{ENGINE}.pipeline_model_parallel_size=2", *RECOMPUTE]),
     "pp4_ep2_overlap": (
         8,
         [

@@ -43,11 +43,7 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
         "algorithm.filter_groups={enable:True,metric:score}",
         TWO_UPDATES,
     ),
-    "gspo": (
-        f"{ACTOR}.policy_loss.loss_mode=gspo",
-        f"{ACTOR}.loss_agg_mode=seq-mean-token-mean",
-        TWO_UPDATES,
-    ),
+    "gspo": (f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean", TWO_UPDATES),
     "cispo": (
         f"{ACTOR}.policy_loss.loss_mode=cispo",
         f"{ACTOR}.clip_ratio_low=1.0",

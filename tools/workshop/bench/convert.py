@@ -3,14 +3,9 @@
 On a checkpoint with DeepSeek-V3's true widths (few layers and experts): FP8 to BF16, BF16 to shards, FP8 to shards,
 each beside a copy, file to file, of what it wrote, and FP8 to BF16 beside a plain implementation of the published
 algorithm (whole files in memory, scales repeated, file after file). All write durably (fsync of each file) and take
-turns. A rate is bytes written per second of wall time, in GB/s; CPU seconds are of this process, without workers.
+turns. A rate is bytes written per second of wall time, in GB/s; CPU seconds are of this process.
 
-Every subject meets the same page cache: nothing of any output, all of its own input (read right before it). Of runs
-with several workers the time to start these, the least of several starts, is left out.
-
-A worker takes more than a core: a thread writes what it made. ``--cores-per-worker N`` gives a run, its workers and all
-of their threads, N cores for each worker and no more, so that one is compared with several as they would be on a host
-with cores for all of them.
+Every subject meets the same page cache: nothing of any output, all of its own input (read right before it).
 """
 
 from __future__ import annotations
@@ -22,8 +17,7 @@ import os
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,7 +31,6 @@ from hf_formats.files import sync_path
 from hf_formats.fp8 import FP8_DTYPE, SCALE_SUFFIX
 from mindspeed_llm.cli_io import run_cli
 from mindspeed_llm.conversion.engine import RunOptions, convert
-from mindspeed_llm.conversion.pool import run_tasks
 from mindspeed_llm.convert_ckpt_deepseek3 import plan_shards
 from mindspeed_llm.fp8_cast_bf16 import plan_cast
 from mindspeed_llm.sharded_checkpoint import shard_layout
@@ -48,8 +41,7 @@ from tools.workshop.bench.remote import report_progress
 
 _QUIET_S = 0.5
 _READ_BYTES = 8 << 20
-_FILE_BYTES = 4 * 10**8  # the size of a BF16 file, so that each worker writes several
-_NUM_STARTS = 5
+_FILE_BYTES = 4 * 10**8  # of a BF16 file
 
 
 @dataclass(frozen=True)
@@ -59,7 +51,6 @@ class Subject:
     name: str
     source: Path
     work: Callable[[], object]
-    num_workers: int = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,15 +60,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=2, help="decoder layers, the first dense")
     parser.add_argument("--experts", type=int, default=16, help="experts of a layer")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--workers", type=int, default=2, help="workers of the run that is compared with one worker")
-    parser.add_argument("--cores-per-worker", type=int, default=0, help="cores of a run for each worker; 0: all")
     parser.add_argument("--only", default="", help="subjects whose names have this in them, say BF16")
 
     def body(arguments: argparse.Namespace) -> None:
         root = arguments.dir
-        chosen = [one for one in subjects(root, arguments.workers) if arguments.only in one.name]
+        chosen = [one for one in subjects(root) if arguments.only in one.name]
         make_inputs(root, arguments.layers, arguments.experts, {subject.source for subject in chosen})
-        timings = measure(root, chosen, arguments.rounds, arguments.cores_per_worker)
+        timings = measure(root, chosen, arguments.rounds)
         write_report(arguments.json, timings)
         print("\n".join(table(timings)))
 
@@ -94,23 +83,17 @@ def make_inputs(root: Path, num_layers: int, num_experts: int, sources: Collecti
         shard(root / "bf16", root / "shards")
 
 
-def measure(root: Path, subjects: Sequence[Subject], rounds: int, cores_per_worker: int) -> list[dict[str, Any]]:
+def measure(root: Path, subjects: Sequence[Subject], rounds: int) -> list[dict[str, Any]]:
     """Seconds, CPU seconds and bytes written of every subject, once a round, in turn."""
     timings, output = [], root / "out"
-    starts_s = {1: 0.0}
-    for num_workers in {subject.num_workers for subject in subjects} - {1}:
-        with on_cores(num_workers * cores_per_worker):
-            starts_s[num_workers] = min(start_seconds(num_workers) for _ in range(_NUM_STARTS))
     for round_number in range(rounds):
         for subject in subjects:
             shutil.rmtree(output, ignore_errors=True)
             prepare_cache(root, subject.source)
             time.sleep(_QUIET_S)
-            with on_cores(subject.num_workers * cores_per_worker):
-                start, start_cpu = time.perf_counter(), time.process_time()
-                subject.work()
-                seconds, cpu_s = time.perf_counter() - start, time.process_time() - start_cpu
-            seconds -= starts_s[subject.num_workers]
+            start, start_cpu = time.perf_counter(), time.process_time()
+            subject.work()
+            seconds, cpu_s = time.perf_counter() - start, time.process_time() - start_cpu
             num_bytes = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
             figures = f"{seconds:7.2f} s, {cpu_s:6.2f} of CPU {num_bytes / seconds / 1e9:6.2f} GB/s"
             report_progress(f"round {round_number} {subject.name:32} {figures}")
@@ -133,65 +116,30 @@ def prepare_cache(root: Path, warm: Path) -> None:
                     pass
 
 
-@contextmanager
-def on_cores(count: int) -> Iterator[None]:
-    """Keep all threads of this process, and what they start, on ``count`` cores (0: all); ValueError for too many."""
-    allowed = sorted(os.sched_getaffinity(0))
-    threads = [int(path.name) for path in Path("/proc/self/task").iterdir()]
-    if count > len(allowed):
-        raise ValueError(f"--cores-per-worker: a run would take {count} cores of {len(allowed)}; give fewer --workers")
-    try:
-        for thread in threads:
-            os.sched_setaffinity(thread, allowed[: count or None])
-        yield
-    finally:
-        for thread in threads:
-            os.sched_setaffinity(thread, allowed)
-
-
-def start_seconds(num_workers: int) -> float:
-    """The time to start and stop worker processes."""
-    start = time.perf_counter()
-    list(run_tasks(nothing, [str(worker) for worker in range(num_workers)], num_workers, lambda _: None))
-    return time.perf_counter() - start
-
-
-def subjects(root: Path, num_workers: int) -> list[Subject]:
+def subjects(root: Path) -> list[Subject]:
     """All subjects, in an order that puts those that are compared next to each other."""
     fp8, bf16, shards, out = root / "fp8", root / "bf16", root / "shards", root / "out"
-
-    def both(name: str, source: Path, work: Callable[..., None]) -> list[Subject]:
-        several = f"{name}, {num_workers} workers"
-        return [
-            Subject(name, source, partial(work, source, out)),
-            Subject(several, source, partial(work, source, out, num_workers), num_workers),
-        ]
-
     return [
         Subject("copy of BF16", bf16, partial(copy, bf16, out)),
-        *both("FP8 to BF16", fp8, cast),
+        Subject("FP8 to BF16", fp8, partial(cast, fp8, out)),
         Subject("FP8 to BF16, published algorithm", fp8, partial(published_algorithm, fp8, out)),
         Subject("copy of shards", shards, partial(copy, shards, out)),
-        *both("BF16 to shards", bf16, shard),
-        *both("FP8 to shards", fp8, shard),
+        Subject("BF16 to shards", bf16, partial(shard, bf16, out)),
+        Subject("FP8 to shards", fp8, partial(shard, fp8, out)),
     ]
 
 
-def cast(source: Path, target: Path, num_workers: int = 1) -> None:
+def cast(source: Path, target: Path) -> None:
     """FP8 to BF16 in files of 0.4 GB."""
     conversion = plan_cast(source, max_shard_bytes=_FILE_BYTES)
-    convert(conversion, target, RunOptions(num_workers, kernels="native"))
+    convert(conversion, target, RunOptions(kernels="native"))
 
 
-def shard(source: Path, target: Path, num_workers: int = 1) -> None:
+def shard(source: Path, target: Path) -> None:
     """HF to shards of TP2 EP4 with whole experts."""
     layout = shard_layout(2, 1, 4, tp_extend_ep=True)
     conversion = plan_shards(source, layout, "mindspeed_llm")
-    convert(conversion, target, RunOptions(num_workers, kernels="native"))
-
-
-def nothing(task: str, on_bytes: Callable[[int], None]) -> None:
-    """The work of workers whose start is timed."""
+    convert(conversion, target, RunOptions(kernels="native"))
 
 
 def copy(source: Path, target: Path) -> None:
@@ -245,10 +193,6 @@ def table(timings: Sequence[dict[str, Any]]) -> list[str]:
     columns = {"": "<34", "GB/s": ">6.2f", "/ copy": ">7.2f", "CPU s": ">6.2f"}
     parts = {name: rates[name] / copy if copy else None for name, copy in copies.items()}
     lines = aligned(columns, [(name, rates[name], parts[name], cpu_s[name]) for name in rates])
-    for name in rates:
-        one, _, several = name.partition(", ")
-        if several.endswith("workers") and one in rates:
-            lines.append(f"{name} / one: {rates[name] / rates[one]:.2f}")
     if {"FP8 to BF16", "FP8 to BF16, published algorithm"} <= rates.keys():
         plain = rates["FP8 to BF16"] / rates["FP8 to BF16, published algorithm"]
         lines.append(f"FP8 to BF16 / published algorithm: {plain:.1f}")

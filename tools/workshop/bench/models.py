@@ -48,12 +48,7 @@ def small_config(hidden_size: int, num_layers: int, num_experts: int, vocab_size
 
 
 _ENDS = {"bos_token_id": 0, "eos_token_id": 1}
-_COMMON = {
-    "max_position_embeddings": 40960,
-    **_ENDS,
-    "rope_interleave": True,
-    "use_cache": True,
-}
+_COMMON = {"max_position_embeddings": 40960, **_ENDS, "rope_interleave": True, "use_cache": True}
 _SMALL = small_config(256, 4, 16, 2048) | {"num_attention_heads": 8, "num_key_value_heads": 8, "q_lora_rank": 64}
 _ATTENTION = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 # A: small, with DeepSeek-V3's own widths of latent attention; B: what fills this kind of machine; C: small throughout;

@@ -22,16 +22,7 @@ import torch
 from hf_formats.files import write_json, write_text
 from recipes.common.short_folder import start_method
 from tools.workshop.gpu_day.parts import PARTS, ends_of_parts, resolved_device, run_part
-from tools.workshop.gpu_day.rows import (
-    CUT_OFF,
-    ENDED,
-    NOT_STARTED,
-    Row,
-    line,
-    page,
-    read_rows,
-    summary,
-)
+from tools.workshop.gpu_day.rows import CUT_OFF, ENDED, NOT_STARTED, Row, line, page, read_rows, summary
 
 LEAST_S = 5.0  # left of the day, below which no part begins
 # Each part begins as a copy of a process that has only imported torch: no device, no threads yet.

@@ -48,15 +48,7 @@ _MORE = {"q_lora_rank": 1536, "kv_lora_rank": 512, "num_nextn_predict_layers": 0
 # show every mistake.
 _GPU = {
     "tiny, fp32": Work(_TINY, "float32", 4, 4, 24, 16, 1e-4),
-    "DeepSeek-V3's layers, bf16": Work(
-        deepseek_v3_config(2, **_LAYERS, **_MORE),
-        "bfloat16",
-        8,
-        8,
-        256,
-        128,
-        0.02,
-    ),
+    "DeepSeek-V3's layers, bf16": Work(deepseek_v3_config(2, **_LAYERS, **_MORE), "bfloat16", 8, 8, 256, 128, 0.02),
 }
 _CPU = {"tiny, fp32": Work(_TINY, "float32", 2, 2, 2, 2, 1e-4)}
 

@@ -57,13 +57,7 @@ class Rows:
         self._add(Row(self._part, name, note=note, is_well=is_well))
 
     def measured(
-        self,
-        name: str,
-        figure: float,
-        unit: str,
-        bar: float | None = None,
-        note: str = "",
-        most: float | None = None,
+        self, name: str, figure: float, unit: str, bar: float | None = None, note: str = "", most: float | None = None
     ) -> None:
         """Add a figure, which must be at least ``bar`` and at most ``most`` on a GPU."""
         row = Row(self._part, name, figure, unit, bar, note, most=most)

@@ -9,11 +9,4 @@ from verl.single_controller.base.worker_group import (
     get_together,
 )
 
-__all__ = [
-    "Worker",
-    "WorkerDiedError",
-    "WorkerError",
-    "WorkerGroup",
-    "WorkerTimeoutError",
-    "get_together",
-]
+__all__ = ["Worker", "WorkerDiedError", "WorkerError", "WorkerGroup", "WorkerTimeoutError", "get_together"]

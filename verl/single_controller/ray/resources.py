@@ -9,12 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
 from hf_formats.cores import THREADS, threads_per_worker
 from verl.utils.rank_log import LOG_DIR

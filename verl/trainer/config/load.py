@@ -62,10 +62,7 @@ class ConfigError(ValueError):
 
 
 def load_config(
-    overrides: Sequence[str] = (),
-    *,
-    config_name: str = DEFAULT_CONFIG_NAME,
-    config_dir: str | Path | None = None,
+    overrides: Sequence[str] = (), *, config_name: str = DEFAULT_CONFIG_NAME, config_dir: str | Path | None = None
 ) -> PPOTrainerConfig:
     """Compose ``config_name`` with ``key=value`` overrides and return the typed tree.
 

@@ -15,9 +15,7 @@ from verl.utils.masks import selected
 
 
 def apply_kl_penalty(
-    data: DataProto,
-    kl_ctrl: AdaptiveKLController | FixedKLController,
-    kl_penalty: str = "kl",
+    data: DataProto, kl_ctrl: AdaptiveKLController | FixedKLController, kl_penalty: str = "kl"
 ) -> tuple[DataProto, dict[str, float]]:
     """token_level_rewards = token_level_scores - coefficient * KL per token; steers the coefficient afterwards.
 

@@ -106,11 +106,7 @@ def clock_offsets(readings: Sequence[BoundedReading]) -> dict[str, ClockOffset]:
 
 
 def trace(
-    step: int,
-    start_s: float,
-    controller: Recording,
-    ranks: Sequence[Recording],
-    offsets: dict[str, ClockOffset],
+    step: int, start_s: float, controller: Recording, ranks: Sequence[Recording], offsets: dict[str, ClockOffset]
 ) -> dict[str, Any]:
     """Returns the trace of one step: process 0 is the controller, process r + 1 is rank r; time 0 is its start."""
     events: list[dict[str, Any]] = []

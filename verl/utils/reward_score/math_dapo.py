@@ -102,10 +102,7 @@ def verify(
 
 
 def compute_score(
-    solution_str: str,
-    ground_truth: str,
-    strict_box_verify: bool = False,
-    pause_tokens_index: list[int] | None = None,
+    solution_str: str, ground_truth: str, strict_box_verify: bool = False, pause_tokens_index: list[int] | None = None
 ) -> dict[str, Any]:
     """``score`` 1.0 or -1.0, ``acc`` and ``pred``, of the last 300 characters."""
     correct, pred = verify(solution_str[-_LOOKED_AT:], ground_truth, strict_box_verify, pause_tokens_index)

@@ -26,12 +26,7 @@ class WandbLogger:
         folder = None if "WANDB_DIR" in os.environ else directory
         resume = "allow" if run_id else None
         self._run = wandb.init(
-            project=project_name,
-            name=experiment_name,
-            config=dict(config),
-            dir=folder,
-            id=run_id,
-            resume=resume,
+            project=project_name, name=experiment_name, config=dict(config), dir=folder, id=run_id, resume=resume
         )
         self.run_id = str(self._run.id)
 

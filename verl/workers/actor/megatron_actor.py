@@ -108,11 +108,7 @@ class MegatronPPOActor:
 
     @torch.no_grad()
     def compute_log_prob(
-        self,
-        data: DataProto,
-        *,
-        micro_batch_size: int | None = None,
-        max_token_len: int | None = None,
+        self, data: DataProto, *, micro_batch_size: int | None = None, max_token_len: int | None = None
     ) -> Tensor | None:
         """Log-probabilities of the response tokens at ``meta_info["temperature"]``; collective over a replica.
 

@@ -73,8 +73,7 @@ _NO_BALANCE = Idle(
 )
 _NO_WEIGHT = Idle("moe_aux_loss_coeff is 0", lambda run, own: not _balance(own)[1] and _balance(own)[0] != "none")
 _ON_DEVICE = Idle(
-    "optimizer_cpu_offload is not True",
-    lambda run, own: not own.override_optimizer_config.get("optimizer_cpu_offload"),
+    "optimizer_cpu_offload is not True", lambda run, own: not own.override_optimizer_config.get("optimizer_cpu_offload")
 )
 _ALL_FP32 = Idle("all of the optimizer's state is float32", _has_only_fp32)
 
@@ -122,7 +121,7 @@ _FIELDS = members(
     moe_shared_expert_overlap=_FLAG,  #: compute the shared experts while tokens travel to the routed ones.
 )
 _RENAMED = members(
-    moe_alltoall_overlap_comm=_FLAG,  #: MindSpeed's name of ``moe_shared_expert_overlap``.
+    moe_alltoall_overlap_comm=_FLAG  #: MindSpeed's name of ``moe_shared_expert_overlap``.
 )
 # Forms of kernels that an op table may have; names of Megatron and of MindSpeed.
 OP_CHOICES = members(

@@ -9,15 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_formats.fp8 import (
-    BLOCK,
-    FP8_DTYPE,
-    FP8_MAX,
-    SCALE_SUFFIX,
-    num_blocks,
-    scales_of_peaks,
-    touched,
-)
+from hf_formats.fp8 import BLOCK, FP8_DTYPE, FP8_MAX, SCALE_SUFFIX, num_blocks, scales_of_peaks, touched
 from hf_formats.problems import raise_problems
 from hf_formats.ranges import Ranges, index_of, relative
 from mindspeed_llm.weight_plan import Shard

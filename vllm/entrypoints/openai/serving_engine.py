@@ -22,13 +22,7 @@ from starlette.types import Receive, Scope, Send
 from vllm.entrypoints.openai.cli_args import ServerArgs
 from vllm.entrypoints.openai.errors import ApiError, to_api_error
 from vllm.entrypoints.openai.metrics import ServerMetrics
-from vllm.entrypoints.openai.protocol import (
-    Choice,
-    GenerationRequest,
-    PromptLogprobs,
-    PromptTokensDetails,
-    UsageInfo,
-)
+from vllm.entrypoints.openai.protocol import Choice, GenerationRequest, PromptLogprobs, PromptTokensDetails, UsageInfo
 from vllm.entrypoints.openai.request_log import note
 from vllm.entrypoints.sampling_defaults import SamplingDefaults
 from vllm.inputs import TokensPrompt

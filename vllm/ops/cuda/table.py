@@ -65,9 +65,7 @@ def _table_of(fp8_products: Callable[[Launch], Fp8Products], multiplies_fp8: boo
 
 
 def cuda_table(
-    launch: Launch = launch,
-    multiplies_fp8: bool = True,
-    fp8_products: Callable[[Launch], Fp8Products] = Fp8Products,
+    launch: Launch = launch, multiplies_fp8: bool = True, fp8_products: Callable[[Launch], Fp8Products] = Fp8Products
 ) -> RolloutOps:
     """Return the table.
 

@@ -165,10 +165,7 @@ def _prompt_logprobs(request: Request, decode: Decode | None) -> list[dict[int, 
 
 
 def _top_logprobs(
-    tokens: list[int],
-    logprobs: list[float],
-    top: list[TopLogprobs],
-    decode: Decode | None,
+    tokens: list[int], logprobs: list[float], top: list[TopLogprobs], decode: Decode | None
 ) -> list[dict[int, Logprob]]:
     """Per position: its token first, then the most likely ones asked for."""
 

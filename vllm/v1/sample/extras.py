@@ -55,10 +55,7 @@ def sampling_extras(params: SamplingParams, tokenizer: LazyTokenizer | None) -> 
 
 
 def sampling_problems(
-    params: SamplingParams,
-    eos_token_ids: tuple[int, ...],
-    vocab_size: int,
-    tokenizer: LazyTokenizer | None,
+    params: SamplingParams, eos_token_ids: tuple[int, ...], vocab_size: int, tokenizer: LazyTokenizer | None
 ) -> list[str]:
     """Return the reasons why this model cannot sample so; empty when it can."""
     problems = [

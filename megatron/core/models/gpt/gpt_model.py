@@ -53,11 +53,7 @@ class GPTModel(nn.Module):
     """
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        groups: ProcessGroups,
-        ops: TrainOps,
-        vp_stage: int | None = None,
+        self, config: TransformerConfig, groups: ProcessGroups, ops: TrainOps, vp_stage: int | None = None
     ) -> None:
         super().__init__()
         _check(config, groups, vp_stage)

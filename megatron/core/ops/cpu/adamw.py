@@ -13,12 +13,7 @@ from megatron.core.ops.fused_adamw import adamw_step as torch_adamw_step
 
 
 def adamw_step(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    how: AdamwSettings,
-    weight: Tensor | None = None,
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, how: AdamwSettings, weight: Tensor | None = None
 ) -> None:
     """See ``contract.AdamwStep``."""
     stored = [grad, exp_avg, exp_avg_sq] + ([] if weight is None else [weight])

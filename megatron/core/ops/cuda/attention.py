@@ -44,14 +44,7 @@ class FlashAttention:
         return out
 
     def shared_prompts(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens: Tensor,
-        max_seqlen: int,
-        scale: float,
-        shared: SharedPrompts,
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, shared: SharedPrompts
     ) -> Tensor:
         """See ``contract.SharedPromptAttention``: every prompt and every sample's own tokens attend to themselves, and
         the own tokens of all samples of a prompt, as one sequence, to the prompt; the two are joined.

@@ -65,11 +65,7 @@ class OurStep:
         )
         batch = self.worker.generate_sequences(request)
         generated = stopwatch.read()["seconds"]
-        batch.meta_info |= {
-            "temperature": rollout.temperature,
-            "rollout_n": rollout.n,
-            "global_step": self.num_steps,
-        }
+        batch.meta_info |= {"temperature": rollout.temperature, "rollout_n": rollout.n, "global_step": self.num_steps}
         texts = self.tokenizer.batch_decode(batch.batch["responses"])
         rewards_BR = torch.zeros(batch.batch["responses"].shape)
         rewards_BR[:, -1] = torch.tensor([reward_of(text) for text in texts])

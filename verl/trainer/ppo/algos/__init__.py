@@ -1,12 +1,7 @@
 """Advantage estimators, one family a file, behind verl's registry."""
 
 from verl.trainer.ppo.algos import baselines, gae, grpo, reinforce_plus_plus
-from verl.trainer.ppo.algos.registry import (
-    ESTIMATORS,
-    AdvantageEstimator,
-    get_adv_estimator_fn,
-    register_adv_est,
-)
+from verl.trainer.ppo.algos.registry import ESTIMATORS, AdvantageEstimator, get_adv_estimator_fn, register_adv_est
 
 __all__ = [
     "ESTIMATORS",

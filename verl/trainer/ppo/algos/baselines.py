@@ -92,11 +92,7 @@ def compute_gpg_outcome_advantage(
 @register_adv_est(AdvantageEstimator.REMAX)
 @torch.no_grad()
 def compute_remax_outcome_advantage(
-    token_level_rewards: Tensor,
-    reward_baselines: Tensor,
-    response_mask: Tensor,
-    config: Any = None,
-    **kwargs: object,
+    token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor, config: Any = None, **kwargs: object
 ) -> tuple[Tensor, Tensor]:
     """A = (sum of the rewards from a token on) - reward of the greedy response (ReMax, arXiv 2310.10505).
 

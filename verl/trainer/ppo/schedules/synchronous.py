@@ -32,12 +32,7 @@ class SynchronousSource:
     """
 
     def __init__(
-        self,
-        config: PPOTrainerConfig,
-        loader: ResumableLoader,
-        tokens: Tokens,
-        workers: Any,
-        grading: Grading | None,
+        self, config: PPOTrainerConfig, loader: ResumableLoader, tokens: Tokens, workers: Any, grading: Grading | None
     ) -> None:
         self.config, self.loader, self.tokens, self.workers, self.grading = config, loader, tokens, workers, grading
         self._batches: Iterator[dict[str, Any]] = iter(loader)

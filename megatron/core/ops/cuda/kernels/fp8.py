@@ -94,12 +94,7 @@ def quantize_tokens(
 
 @triton.jit
 def quantize_weight(
-    w: tl.tensor,
-    values: tl.tensor,
-    scales: tl.tensor,
-    num_rows: tl.tensor,
-    width: tl.tensor,
-    TRANSPOSED: tl.constexpr,
+    w: tl.tensor, values: tl.tensor, scales: tl.tensor, num_rows: tl.tensor, width: tl.tensor, TRANSPOSED: tl.constexpr
 ) -> None:
     """One block of w [E, rows, width]: e4m3 of its shape, scales [E, blocks of rows, blocks of columns].
 
