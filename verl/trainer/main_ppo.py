@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig
 
@@ -62,7 +63,8 @@ def main(argv: Sequence[str] | None = None, config_name: str = PROGRAM_CONFIG_NA
 
             problems += preflight_problems(config, is_valid=not problems)
         _raise_problems(problems)
-        if block := without_effect_block([*args.unused, *unused, *variables_without_effect(os.environ)]):
+        variables = os.environ | config.ray_kwargs.ray_init.runtime_env.env_vars
+        if block := without_effect_block([*args.unused, *unused, *variables_without_effect(variables)]):
             logger.info(block)
         if args.check == "config":
             if lines := other_defaults(composed):
@@ -172,14 +174,18 @@ def worker_classes(config: PPOTrainerConfig) -> tuple[type, type | None]:
 def _init_ray(config: PPOTrainerConfig) -> None:
     import ray
 
-    address = config.ray_kwargs.ray_init.address or os.environ.get("RAY_ADDRESS")
-    if address:
+    ray_init = config.ray_kwargs.ray_init
+    variables = {name: str(value) for name, value in ray_init.runtime_env.env_vars.items()}
+    os.environ.update(variables)
+    runtime_env = {"env_vars": variables} if variables else None
+    if address := ray_init.address or os.environ.get("RAY_ADDRESS"):
         wait_for_head(address, float(os.environ.get(HEAD_WAIT, 0)))
-        ray.init(address=address, log_to_driver=True)
-    elif num_cpus := config.ray_kwargs.ray_init.num_cpus:
-        ray.init(address="local", num_cpus=num_cpus, include_dashboard=False)
+        ray.init(address=address, log_to_driver=True, runtime_env=runtime_env)
+    elif ray_init.num_cpus or ray_init.num_gpus is not None:
+        sizes: dict[str, Any] = {"num_cpus": ray_init.num_cpus, "num_gpus": ray_init.num_gpus}
+        ray.init(address="local", **sizes, include_dashboard=False, runtime_env=runtime_env)
     else:  # Ray joins a cluster that runs on this machine, as after `ray start --head`
-        ray.init(include_dashboard=False)
+        ray.init(include_dashboard=False, runtime_env=runtime_env)
 
 
 def wait_for_head(address: str, timeout_s: float) -> None:

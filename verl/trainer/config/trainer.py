@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from verl.trainer.config.schedule import SCHEDULES
 from verl.workers.config.keys import Idle, Section, Values, at_least, beside, key, names_of, one_of
@@ -142,6 +143,13 @@ def _is_due(step: int, freq: int, is_due_anyway: bool) -> bool:
 
 
 @dataclass(frozen=True)
+class RuntimeEnvConfig(Section):
+    """What Ray gives the processes that it starts."""
+
+    env_vars: dict[str, Any] = key(dict, takes_names=True)  #: environment variables of this process, workers, graders.
+
+
+@dataclass(frozen=True)
 class RayInitConfig(Section):
     """How the driver reaches Ray."""
 
@@ -151,6 +159,9 @@ class RayInitConfig(Section):
     #: start a cluster with so many CPUs, whatever else runs on this machine; absent means all cores of one that must be
     #: started.
     num_cpus: int | None = None
+    #: start a cluster with so many GPUs; absent means those that Ray finds, of which it sees none in some containers.
+    num_gpus: int | None = None
+    runtime_env: RuntimeEnvConfig = key(RuntimeEnvConfig)
 
 
 @dataclass(frozen=True)
