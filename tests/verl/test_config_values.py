@@ -215,3 +215,8 @@ def test_gdpo_does_not_lose_the_penalty_of_long_responses() -> None:
     for keys, is_told in (("[acc]", True), ("[acc,overlong_reward]", False)):
         problems = "\n".join(validate_config(load_config([*given, f"algorithm.gdpo_reward_keys={keys}"])))
         assert ("lacks overlong_reward" in problems) == is_told
+
+
+def test_a_value_that_is_missing_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"actor_rollout_ref\.rollout\.name has no value \(\?\?\?\); give it one"):
+        load_config(["actor_rollout_ref.rollout.name=???"])

@@ -55,6 +55,16 @@ def test_prompts_decode_to_the_chat_text(dataset: RLHFDataset, files: tuple[str,
     assert text.endswith("<｜User｜>What is 3 + 3?<｜Assistant｜>")
 
 
+def test_a_chat_template_of_the_config_takes_the_tokenizers_place(files: tuple[str, str]) -> None:
+    path, tokenizer = files
+    template = "{% for message in messages %}[{{ message.content }}]{% endfor %}"
+    kwargs = {"chat_template": template}
+    config = DataConfig(max_prompt_length=40, filter_overlong_prompts=True, apply_chat_template_kwargs=kwargs)
+    item = RLHFDataset([path], hf_tokenizer(tokenizer), config)[3]
+    assert item["prompt_text"] == "[What is 3 + 3?]"
+    assert hf_tokenizer(tokenizer).decode(item["raw_prompt_ids"]).endswith("[What is 3 + 3?]")
+
+
 def test_long_prompts_are_dropped_or_named(dataset: RLHFDataset, files: tuple[str, str]) -> None:
     assert len(dataset) == 10
     assert dataset.num_filtered == 1

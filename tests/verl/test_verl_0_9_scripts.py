@@ -334,3 +334,24 @@ def test_a_script_for_fsdp_gets_a_layout_that_fits(
     for kept in ("ppo_mini_batch_size", "ppo_max_token_len_per_gpu", "loss_agg_mode"):
         before: Any = getattr(config.actor_rollout_ref.actor, kept)
         assert getattr(fitted.actor_rollout_ref.actor, kept) == before
+
+
+def test_every_key_of_both_configs_is_known() -> None:
+    """A script may give any key that upstream's own config has, its default included."""
+    facts = SHARED / "reference" / "verl-0.9-defaults.txt"
+    if not facts.is_file():
+        pytest.skip(f"{facts} is not there")
+    lines = facts.read_text().split("== ppo_trainer")[1].splitlines()
+    given = dict(line.split(" = ", 1) for line in lines if " = " in line and "???" not in line and "${" not in line)
+    assert len(given) > 900
+    resolve_config(compose_config([f"++{key}={value}" for key, value in given.items()]))
+
+
+def test_a_chat_template_of_the_script_is_that_of_the_prompts() -> None:
+    template, kwargs = "actor_rollout_ref.model.custom_chat_template", "data.apply_chat_template_kwargs"
+    given = [override(template, "{{ messages[0].content }}"), f"{kwargs}.enable_thinking=False"]
+    config = load_config(given)
+    wanted = {"enable_thinking": False, "chat_template": "{{ messages[0].content }}"}
+    assert config.data.apply_chat_template_kwargs == wanted
+    with pytest.raises(ConfigError, match="differ; give one of them"):
+        load_config([*given, f"+{kwargs}.chat_template=other"])

@@ -73,7 +73,8 @@ class DataConfig(Section):
     truncation: str = key("error", one_of(*TRUNCATIONS))
     #: give rows the column ``raw_prompt``, the chat messages, which a reward manager sees.
     return_raw_chat: bool = False
-    #: further arguments of the tokenizer's chat template.
+    #: further arguments of the tokenizer's chat template; ``chat_template``, a text in Jinja, takes its place for the
+    #: prompts, and an exported model keeps its own.
     apply_chat_template_kwargs: dict[str, Any] = key(dict, takes_names=True)
     custom_cls: CustomClassConfig = key(CustomClassConfig)
     sampler: SamplerConfig = key(SamplerConfig)

@@ -48,9 +48,12 @@ def _absent(section: str, switch: str, why: str, off: Any = False) -> tuple[tupl
 
 # section, its keys or shell patterns, accepted values, what happens instead; the first pattern that matches counts
 _TABLE: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
+    ("*", "_target_", _ANY, "the schema has the classes"),
     ("data", "reward_fn_key", ("data_source",), "the column that every reward function is given"),
     ("data", "return_full_prompt return_raw_input_ids", _FLAG, "rows carry their whole prompt, as text and token ids"),
     ("*", "trust_remote_code", _FLAG, _NO_CODE),
+    ("data", "tokenizer", (None,), "actor_rollout_ref.model.path has the tokenizer"),
+    ("data", "use_shm", _FLAG, "files are read where they are"),
     ("data", "datagen.*", (None,), "prompts come from data.train_files"),
     ("data", "filter_overlong_prompts_workers dataloader_num_workers", _ANY, _TOKENISED),
     ("data", "image_* video_key audio_key mm_processor_kwargs.* return_multi_modal_inputs", _ANY, _TEXTS),
@@ -103,6 +106,7 @@ _TABLE: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     ("global_profiler", "global_tool_config.*", _ANY, _NO_TOOL),
     (_ENGINE, "use_mbridge vanilla_mbridge", _FLAG, "weights are read from Hugging Face files by one plan"),
     (_ENGINE, "use_megatron_fsdp", _FLAG, _SHARDING),
+    (_ENGINE, "override_mcore_model_config", (None,), "override_transformer_config has the model's settings"),
     (_ENGINE, "dist_checkpointing_prefix dist*_fully_reshardable*", _ANY, "a checkpoint is read into any layout"),
     (_ENGINE, "dynamic_context_parallel", (False,), "context parallelism splits every sequence alike"),
     (_ENGINE, "max_seqlen_per_dp_cp_rank", _ANY, "context parallelism splits every sequence alike"),
@@ -159,7 +163,7 @@ _TABLE: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     (_ROLLOUT, "layer_name_map.*", _ANY, "weights always come from the trainer"),
     (_ROLLOUT, "skip_rollout", (False,), _SAVED),
     (_ROLLOUT, "skip_dump_dir", _ANY, _SAVED),
-    (_ROLLOUT, "log_prob_micro_batch_size", (None,), "use log_prob_micro_batch_size_per_gpu"),
+    (_ROLES, "log_prob_micro_batch_size", (None,), "use log_prob_micro_batch_size_per_gpu"),
     (_ROLLOUT, "disable_log_stats", _FLAG, "the trainer's metrics carry them"),
     (_ROLLOUT, "pipeline_model_parallel_size", (1,), "generation has no pipeline stages"),
     ("algorithm", "lam", (1.0,), "no estimator uses it"),
@@ -190,9 +194,13 @@ _TABLE: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     ("trainer", "max_critic_ckpt_to_keep", _ANY, _NO_CRITIC),
     ("trainer", "v1.trainer_mode", ("sync",), _PLANNED),
     ("trainer", "use_v1 v1.* use_legacy_worker_impl", _ANY, _PLANNED),
+    ("trainer", "rollout_data_dir", _ANY, "trainer.log_samples_freq=1 writes every step's samples to report_dir"),
+    ("trainer", "validation_data_dir", _ANY, "trainer.log_val_generations writes answers of a validation"),
+    ("trainer", "esi_redundant_time", _ANY, "trainer.save_on_interrupt saves when the run is told to end"),
+    ("trainer", "del_local_ckpt_after_load", (False,), "a run may start again from the checkpoint that it read"),
+    ("trainer", "ray_wait_register_center_timeout", _ANY, "trainer.start_timeout_s decides"),
     ("trainer", "default_hdfs_dir", (None,), "checkpoints go to trainer.default_local_dir"),
     ("", "model_engine", _ENGINES, _ONE_ENGINE),
-    ("*", "_target_", _ANY, "the schema has the classes"),
 )
 # dotted key or pattern -> (accepted values, what happens instead)
 FIXED_KEYS = {
@@ -260,9 +268,9 @@ def take_fixed_keys(given: Given) -> None:
         if fixed is None:
             continue
         accepted, reason = fixed
-        if accepted and value not in (*accepted, ""):
+        if accepted and value not in (*accepted, "", None):
             given.problems.append(f"{name} is {value!r}; expected {' or '.join(map(repr, accepted))} ({reason})")
-        given.take(name, GIVEN_EMPTY if value == "" else reason)
+        given.take(name, GIVEN_EMPTY if value in ("", None) and value not in accepted else reason)
 
 
 def variables_without_effect(environment: Mapping[str, str]) -> list[WithoutEffect]:

@@ -18,7 +18,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.trainer.config.config import PPOTrainerConfig
@@ -27,7 +27,7 @@ from verl.trainer.config.engine_keys import rename_sections
 from verl.trainer.config.fixed_keys import FIXED_KEYS, GIVEN_EMPTY, Given, WithoutEffect, take_fixed_keys
 from verl.trainer.config.model_keys import config_json, take_model_keys
 from verl.trainer.config.override_text import in_quotes, literal, override, quoted
-from verl.trainer.config.upstream_keys import ASYNC_KEYS, list_of_names, translate_upstream_keys
+from verl.trainer.config.upstream_keys import ASYNC_KEYS, CHAT_TEMPLATE, list_of_names, translate_upstream_keys
 from verl.workers.config.keys import flat
 
 CONFIG_DIR = Path(__file__).resolve().parent
@@ -113,6 +113,9 @@ def resolve_config(composed: DictConfig) -> tuple[PPOTrainerConfig, list[Without
     # An empty section sets nothing.
     given = Given({k: v for k, v in flat(raw, whole=whole) if v != {} or (k in keys and keys[k].is_free)}, taken)
     given.defaults = _upstream_defaults() if given.values.pop(_UPSTREAM, None) else {}
+    for key in [key for key, value in given.values.items() if value == MISSING]:
+        given.problems.append(f"{key} has no value ({MISSING}); give it one")
+        del given.values[key]
     rename_sections(given)
     take_model_keys(given, str(given.values.get(_MODEL_PATH) or keys[_MODEL_PATH].default))
     translate_upstream_keys(given, other_names())
@@ -300,7 +303,8 @@ def _absolute_file(library: str) -> str:
 def _unknown(key: str) -> str:
     """The sentence about an unknown key, with the known one that it may have meant, if any is near."""
     leaf = key.rpartition(".")[2]
-    leaves = {name: name.rpartition(".")[2] for name in (*declared_keys(), *FIXED_KEYS, *other_names(), *ASYNC_KEYS)}
+    names = (*declared_keys(), *FIXED_KEYS, *other_names(), *ASYNC_KEYS, CHAT_TEMPLATE)
+    leaves = {name: name.rpartition(".")[2] for name in names}
     same_leaf = [name for name in leaves if leaves[name] == leaf]
     near = same_leaf or [name for name in leaves if _likeness(leaf, leaves[name]) >= _NEAR]
     best = max(near, key=lambda name: _likeness(key, name), default="")
