@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from megatron.core.dist_checkpointing import CheckpointSaver, is_complete, load_checkpoint
 from megatron.core.dist_checkpointing.save_plan import OwnedChunks, TensorChunks, coverage_problems, make_global_plan
 from megatron.core.dist_checkpointing.snapshot import Snapshot, read_snapshot
+from megatron.core.dist_checkpointing.writer import remove_partials
 from megatron.core.parallel_state import destroy_model_parallel, initialize_model_parallel
 from tests.parallel.launcher import run_ranks
 
@@ -85,6 +90,51 @@ def test_the_writer_finishes_what_a_killed_process_began(tmp_path: Path) -> None
         assert any(tmp_path.iterdir()), "the save was given up"
         time.sleep(0.05)
     assert _saved_value(tmp_path / "step_3") == 3.0
+
+
+def test_a_writer_whose_files_another_run_removes_publishes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that starts again saves the step that the writer of the killed run still writes."""
+    write_data = dcp.FileSystemWriter.write_data
+
+    def written_and_removed(writer: Any, *arguments: Any) -> Any:
+        future = write_data(writer, *arguments)
+        for path in tmp_path.glob(".step_1.*.partial/*.distcp"):
+            path.unlink()
+        return future
+
+    with monkeypatch.context() as patched:
+        patched.setattr(dcp.FileSystemWriter, "write_data", written_and_removed)
+        with pytest.raises(OSError, match="No such file"):
+            CheckpointSaver().save(tmp_path / "step_1", _Weight(1.0), None, None, {})
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_writer_adds_to_a_removed_save_goes_nowhere(tmp_path: Path) -> None:
+    left, stop, ended = tmp_path / ".step_1.0123456789ab.partial", threading.Event(), threading.Event()
+    left.mkdir()
+    for number in range(100):
+        (left / f"__{number}_0.distcp").touch()
+
+    def add() -> None:
+        number = 0
+        with contextlib.suppress(FileNotFoundError):
+            while not stop.is_set():
+                (left / f"rank-{number}.done").touch()
+                number += 1
+        ended.set()
+
+    writer = threading.Thread(target=add)
+    writer.start()
+    try:
+        remove_partials(tmp_path / "step_1")
+        assert ended.wait(10) and not left.exists()
+    finally:
+        stop.set()
+        writer.join()
+    remove_partials(tmp_path / "step_1")
+    assert not list(tmp_path.iterdir())
 
 
 def _fail_and_go_on(root: str) -> str:

@@ -20,7 +20,14 @@ from megatron.core.dist_checkpointing.save_plan import GlobalPlan, OwnedChunks, 
 from megatron.core.dist_checkpointing.sharded_state import random_state_shards, training_shards
 from megatron.core.dist_checkpointing.snapshot import Snapshot
 from megatron.core.dist_checkpointing.write_process import BackgroundWrite
-from megatron.core.dist_checkpointing.writer import Completion, RankJob, complete, restore_interrupted, write_rank
+from megatron.core.dist_checkpointing.writer import (
+    Completion,
+    RankJob,
+    complete,
+    remove_partials,
+    restore_interrupted,
+    write_rank,
+)
 from megatron.core.optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.parallel_state import ProcessGroups
@@ -120,8 +127,7 @@ class CheckpointSaver:
             return final  # unused
         final.parent.mkdir(parents=True, exist_ok=True)
         restore_interrupted(final)
-        for left in final.parent.glob(f".{final.name}.*.partial*"):
-            shutil.rmtree(left, ignore_errors=True)
+        remove_partials(final)
         partial = final.with_name(f".{final.name}.{uuid.uuid4().hex[:12]}.partial")
         partial.mkdir()
         return partial

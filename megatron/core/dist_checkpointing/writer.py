@@ -9,6 +9,7 @@ import os
 import pickle
 import shutil
 import time
+import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -87,7 +88,8 @@ def write_rank(job: RankJob, tensors: Sequence[Tensor], copy_ahead_bytes: int = 
         results = writer.write_data(plan, _TensorPlanner(plan, tensors)).wait()
     except RuntimeError as error:  # torch's stream writer fails over what an OSError left behind
         raise OSError(f"{job.partial}: {_system_error(error) or error}") from error
-    files = {path.name: record_file(path) for path in sorted(job.partial.glob(f"__{job.rank}_*.distcp"))}
+    names = sorted({result.storage_data.relative_path for result in results})
+    files = {name: record_file(job.partial / name) for name in names}  # OSError where another process removed one
     write_bytes(_done(job.partial, job.rank), pickle.dumps((files, results)))
 
 
@@ -203,6 +205,19 @@ def _publish(partial: Path, final: Path) -> None:
             try_remove(replaced)
     sync_path(final.parent)
     try_remove(replaced)
+
+
+def remove_partials(final: Path) -> None:
+    """Remove what interrupted saves of this checkpoint left; a writer that is still at work on one fails.
+
+    Each is renamed first: else what a writer adds while files are removed would keep its directory, and it would
+    publish what is left.
+    """
+    for left in final.parent.glob(f".{final.name}.*.partial*"):
+        with suppress(FileNotFoundError):
+            os.rename(left, left.with_name(f".{final.name}.{uuid.uuid4().hex[:12]}.removed"))
+    for removed in final.parent.glob(f".{final.name}.*.removed"):
+        shutil.rmtree(removed, ignore_errors=True)
 
 
 def restore_interrupted(final: Path) -> None:
