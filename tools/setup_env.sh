@@ -85,11 +85,13 @@ check_path() { # NAME FOLDER
     esac
 }
 
-check_venv_dir() { # NAME FOLDER
-    if [ -e "$2" ] && [ ! -e "$2/pyvenv.cfg" ] && [ -n "$(ls -A "$2" 2>/dev/null)" ]; then
-        die "$1=$2 exists and is not a virtual environment: name another folder, or empty it"
-    fi
+# The folder is looked into under its lock: one that another run is just making has files, and no pyvenv.cfg yet.
+lock_venv_dir() { # NAME FOLDER
+    [ ! -e "$2" ] || [ -d "$2" ] || die "$1=$2 is a file: name a folder"
     mkdir -p "$2" 2>/dev/null && [ -w "$2" ] || die "cannot write to $2: set $1 to a folder that you can write to"
+    lock "$2"
+    [ -e "$2/pyvenv.cfg" ] || [ -z "$(ls -A "$2")" ] ||
+        die "$1=$2 exists and is not a virtual environment: name another folder, or empty it"
 }
 
 # torch/version.py says which build it is, and reading it does not import torch.
@@ -275,8 +277,7 @@ if [ "$LAYER" = simulator ]; then
     [ -x "$VENV_DIR/bin/python" ] || die "no environment in VENV_DIR=$VENV_DIR to put it over: run tools/setup_env.sh dev first"
     [ -z "$(cuda_of_torch)" ] || die "$WANTS_CPU_BUILD"
     if ! simulator_is_current; then
-        check_venv_dir NPU_VENV_DIR "$NPU_VENV_DIR"
-        lock "$NPU_VENV_DIR"
+        lock_venv_dir NPU_VENV_DIR "$NPU_VENV_DIR"
         simulator_is_current || make_simulator
         simulator_is_current || die "the environment in $NPU_VENV_DIR lacks torch_npu, or does not lie over $VENV_DIR: delete it and run this again"
     fi
@@ -295,8 +296,7 @@ WANTED="$(fingerprint)"
 RELEASE="$(sed -n 's/^torch==//p' "$REQUIREMENTS/base.txt")"
 
 end_if_current "$VENV_DIR is up to date ($LAYER)"
-check_venv_dir VENV_DIR "$VENV_DIR"
-lock "$VENV_DIR"
+lock_venv_dir VENV_DIR "$VENV_DIR"
 end_if_current "$VENV_DIR was made by another run"
 started=$SECONDS
 trap 'say "stopped: the same command starts the set-up again"; exit 130' INT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
@@ -91,6 +92,23 @@ def test_two_at_once_make_one_environment_that_is_made_again_when_a_pin_changes(
     if is_mended:
         requirement.write_text("", encoding="utf-8")
         assert setup(repo).returncode == 0
+
+
+def test_a_folder_that_another_run_is_making_is_waited_for(repo: Path) -> None:
+    """It has files and is no environment yet, as on a file system that all nodes share and set up at once."""
+    folder = repo / ".venv"
+    (folder / "include").mkdir(parents=True)
+    handle = os.open(folder, os.O_RDONLY)
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            waiting = pool.submit(setup, repo)
+            with pytest.raises(TimeoutError):
+                waiting.result(timeout=3)
+            (folder / "include").rmdir()
+        finally:
+            os.close(handle)
+        assert waiting.result().returncode == 0, waiting.result().stderr
 
 
 def test_an_interrupt_while_packages_are_fetched_says_that_and_nothing_else(repo: Path) -> None:
