@@ -30,7 +30,7 @@ def test_sizes_start_a_cluster_of_the_runs_own(
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray, "init", lambda **arguments: calls.append(arguments))
     _init_ray(load_config([f"{RAY_INIT}.{item}" for item in given]))
-    assert calls == [asked | {"include_dashboard": False, "runtime_env": None}]
+    assert calls == [asked | {"include_dashboard": False, "runtime_env": {}}]
 
 
 def test_variables_reach_this_process_and_those_that_ray_starts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -348,10 +348,8 @@ def test_every_key_of_both_configs_is_known() -> None:
 
 
 def test_a_chat_template_of_the_script_is_that_of_the_prompts() -> None:
-    template, kwargs = "actor_rollout_ref.model.custom_chat_template", "data.apply_chat_template_kwargs"
-    given = [override(template, "{{ messages[0].content }}"), f"{kwargs}.enable_thinking=False"]
-    config = load_config(given)
+    kwargs = "data.apply_chat_template_kwargs"
+    template = override("actor_rollout_ref.model.custom_chat_template", "{{ messages[0].content }}")
     wanted = {"enable_thinking": False, "chat_template": "{{ messages[0].content }}"}
-    assert config.data.apply_chat_template_kwargs == wanted
-    with pytest.raises(ConfigError, match="differ; give one of them"):
-        load_config([*given, f"+{kwargs}.chat_template=other"])
+    for given in ([template, f"{kwargs}.enable_thinking=False"], [f"+{kwargs}={{enable_thinking:False}}", template]):
+        assert load_config(given).data.apply_chat_template_kwargs == wanted

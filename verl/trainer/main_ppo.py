@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None, config_name: str = PROGRAM_CONFIG_NA
 
             problems += preflight_problems(config, is_valid=not problems)
         _raise_problems(problems)
-        variables = os.environ | config.ray_kwargs.ray_init.runtime_env.env_vars
+        variables = os.environ | config.ray_kwargs.ray_init.runtime_env.get("env_vars", {})
         if block := without_effect_block([*args.unused, *unused, *variables_without_effect(variables)]):
             logger.info(block)
         if args.check == "config":
@@ -175,9 +175,10 @@ def _init_ray(config: PPOTrainerConfig) -> None:
     import ray
 
     ray_init = config.ray_kwargs.ray_init
-    variables = {name: str(value) for name, value in ray_init.runtime_env.env_vars.items()}
-    os.environ.update(variables)
-    runtime_env = {"env_vars": variables} if variables else None
+    runtime_env = dict(ray_init.runtime_env)
+    if variables := runtime_env.get("env_vars"):
+        runtime_env["env_vars"] = {name: str(value) for name, value in variables.items()}
+        os.environ.update(runtime_env["env_vars"])
     if address := ray_init.address or os.environ.get("RAY_ADDRESS"):
         wait_for_head(address, float(os.environ.get(HEAD_WAIT, 0)))
         ray.init(address=address, log_to_driver=True, runtime_env=runtime_env)

@@ -28,6 +28,7 @@ _RENAMED = tuple(
         (rf"({_ROLE}optim\.)({'|'.join(OPTIMIZER_OVERRIDES)})$", r"\1override_optimizer_config.\2"),
         (rf"({_ROLE}optim\.override_optimizer_config\.)offload_fraction$", r"\1optimizer_offload_fraction"),
         (r"rollout\.n$", "actor_rollout_ref.rollout.n"),
+        (r"actor_rollout_ref\.model\.custom_(chat_template)$", r"data.apply_chat_template_kwargs.\1"),
         (rf"({_ROLE})(?:mindspeed|veomni)\.router_replay\.", r"\1router_replay."),
         (r"reward\.custom_reward_function\.", "custom_reward_function."),
         (r"(?:reward\.)?reward_manager\.name$", "reward_model.reward_manager"),

@@ -27,7 +27,7 @@ from verl.trainer.config.engine_keys import rename_sections
 from verl.trainer.config.fixed_keys import FIXED_KEYS, GIVEN_EMPTY, Given, WithoutEffect, take_fixed_keys
 from verl.trainer.config.model_keys import config_json, take_model_keys
 from verl.trainer.config.override_text import in_quotes, literal, override, quoted
-from verl.trainer.config.upstream_keys import ASYNC_KEYS, CHAT_TEMPLATE, list_of_names, translate_upstream_keys
+from verl.trainer.config.upstream_keys import ASYNC_KEYS, list_of_names, translate_upstream_keys
 from verl.workers.config.keys import flat
 
 CONFIG_DIR = Path(__file__).resolve().parent
@@ -303,8 +303,7 @@ def _absolute_file(library: str) -> str:
 def _unknown(key: str) -> str:
     """The sentence about an unknown key, with the known one that it may have meant, if any is near."""
     leaf = key.rpartition(".")[2]
-    names = (*declared_keys(), *FIXED_KEYS, *other_names(), *ASYNC_KEYS, CHAT_TEMPLATE)
-    leaves = {name: name.rpartition(".")[2] for name in names}
+    leaves = {name: name.rpartition(".")[2] for name in (*declared_keys(), *FIXED_KEYS, *other_names(), *ASYNC_KEYS)}
     same_leaf = [name for name in leaves if leaves[name] == leaf]
     near = same_leaf or [name for name in leaves if _likeness(leaf, leaves[name]) >= _NEAR]
     best = max(near, key=lambda name: _likeness(key, name), default="")

@@ -143,13 +143,6 @@ def _is_due(step: int, freq: int, is_due_anyway: bool) -> bool:
 
 
 @dataclass(frozen=True)
-class RuntimeEnvConfig(Section):
-    """What Ray gives the processes that it starts."""
-
-    env_vars: dict[str, Any] = key(dict, takes_names=True)  #: environment variables of this process, workers, graders.
-
-
-@dataclass(frozen=True)
 class RayInitConfig(Section):
     """How the driver reaches Ray."""
 
@@ -161,7 +154,8 @@ class RayInitConfig(Section):
     num_cpus: int | None = None
     #: start a cluster with so many GPUs; absent means those that Ray finds, of which it sees none in some containers.
     num_gpus: int | None = None
-    runtime_env: RuntimeEnvConfig = key(RuntimeEnvConfig)
+    #: Ray's ``runtime_env`` of the worker processes; its ``env_vars`` are set in this process too.
+    runtime_env: dict[str, Any] = key(dict, takes_names=True)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ REPLACED_VALUES = {
 # The same, but with trainer.device=cuda, which has what the value names.
 REPLACED_WITHOUT_CUDA = {f"{role}.{_OVERRIDES}.moe_token_dispatcher_type": _FLEX for role in (_ACTOR, _REF)}
 _BATCH = "data.train_batch_size"
-CHAT_TEMPLATE, _TEMPLATE_KWARGS = "actor_rollout_ref.model.custom_chat_template", "data.apply_chat_template_kwargs"
 # Keys of upstream's fully_async_policy that become other keys here.
 ASYNC_KEYS = (
     "rollout.total_epochs",
@@ -51,11 +50,6 @@ def translate_upstream_keys(given: Given, names: Mapping[str, str]) -> None:
             f"{_REF}.load_weight is True, but {_ACTOR}.load_weight is False: the reference starts from the actor's "
             "weights; give both the same value"
         )
-    if (template := values.pop(CHAT_TEMPLATE, None)) is not None:
-        chat = values.get(_TEMPLATE_KWARGS) or {}
-        if chat.get("chat_template", template) != template:
-            given.problems.append(f"{CHAT_TEMPLATE} and {_TEMPLATE_KWARGS}.chat_template differ; give one of them")
-        values[_TEMPLATE_KWARGS] = {**chat, "chat_template": template}
     _translate_async(given)
 
 
