@@ -244,6 +244,32 @@ def test_a_port_taken_while_weights_were_prepared_is_named(tmp_path: Path) -> No
     assert not log_dir.exists()
 
 
+@pytest.mark.slow  # Ray gives up after half a minute and more
+def test_a_ray_whose_agents_are_late_is_started_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As on a machine that is busy or reads a cold disk; a driver waits until it is up."""
+    late = """import os, time
+if "/agent" in open("/proc/self/cmdline").read() and not os.path.exists(os.environ["LATE"]):
+    time.sleep(25)
+    open(os.environ["LATE"], "w").close()
+"""
+    (tmp_path / "sitecustomize.py").write_text(late, "utf-8")
+    job = job_of(tmp_path, {"RAY_PORT": str(free_ports(1)[0])})
+    role, processes = find_role(job.settings, 1), OwnProcesses()
+    environment = ray_node.ray_environment(job, role) | {"LATE": str(tmp_path / "late")}
+    environment["PYTHONPATH"] = f"{tmp_path}:{environment['PYTHONPATH']}"
+    log_dir = tmp_path / "out" / "logs" / "attempt_1"
+    try:
+        ray = ray_node.RayNode(job, role, processes, environment, log_dir, {})
+        ray.wait_until_up()
+        assert ray.problem() is None
+        text = ray.log_path.read_text("utf-8")
+        assert text.index("timed out during startup") < text.index("Ray runtime started")
+        assert "it is started again" in caplog.text
+    finally:
+        assert processes.end_all() == []
+    assert ray.keep_logs() is None
+
+
 def test_read_only_disk_is_refused() -> None:
     found = checks.writable_problems("OUTPUT_DIR", Path("/proc/outputs"))
     assert len(found) == 1

@@ -24,6 +24,7 @@ from verl.trainer.main_ppo import (
     EXIT_DISK_FULL,
     EXIT_INTERRUPTED,
     EXIT_WORKER_DIED,
+    HEAD_LOG,
     HEAD_WAIT,
     how_to_continue,
     written_folders,
@@ -184,7 +185,9 @@ class HeadRun(NodeRun):
         self._title(stage.title)
         # The driver passes settings on to the workers of all nodes; a node's interface comes from its own Ray.
         environment = {name: value for name, value in self.environment.items() if not name.endswith("_SOCKET_IFNAME")}
-        environment |= {LOG_DIR: str(self.log_dir), HEAD_WAIT: str(ray_node.START_TIMEOUT_S)}
+        assert self.ray is not None, "it starts before the stages"
+        head = {HEAD_LOG: str(self.ray.log_path), HEAD_WAIT: str(ray_node.START_TIMEOUT_S)}
+        environment |= {LOG_DIR: str(self.log_dir), **head}
         pid, status, log = self._run_command(stage, environment, partial(setattr, self, "driver"))
         if status == 0:
             return

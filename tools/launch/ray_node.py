@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -18,9 +19,14 @@ from tools.launch import network, nodes, output_dir
 from tools.launch.job import FREE_PORT, Job
 from tools.launch.processes import POLL_S, OwnProcesses, RunFailed, how_it_ended, last_lines, python_path
 from tools.launch.roles import NodeRole
-from verl.utils.net_utils import LOOPBACK, accepts_connections, free_ports
+from verl.utils.net_utils import LOOPBACK, free_ports, ray_is_up
 
-START_TIMEOUT_S = 90.0
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 180.0
+# Ray's node manager gives its agents 15 s to be up (ray-project/ray issue 65983), too few on a busy machine: what
+# `ray start` then prints, and how often it is started.
+_TOO_SLOW, _MAX_STARTS = "The current node timed out during startup", 3
 NPU_ENV_FILE = ROOT / "recipes" / "common" / "npu_env.sh"
 CPU_OBJECT_STORE_BYTES = 256 * 2**20
 # The allocator, glibc's or jemalloc, keeps the memory of a micro-batch and of a generation for the next one (glibc:
@@ -152,40 +158,54 @@ class RayNode:
         labels: Mapping[str, str],
     ) -> None:
         assert isinstance(job.ray_port, int), "the launcher chooses it before anything starts"
-        self._role, self._port = role, job.ray_port
-        if role.is_head and (problem := network.port_problem("RAY_PORT", self._port)):
+        self._role = role
+        if role.is_head and (problem := network.port_problem("RAY_PORT", job.ray_port)):
             raise RunFailed(problem)
         output_dir.keep_earlier_sessions(log_dir.parent, role.own_addr)
         self._folder = SessionFolder()  # not in OUTPUT_DIR, whose disk may have no sockets
         self._kept_logs = log_dir / f"ray_{role.own_addr}"
         output_dir.show_session(self._folder.path / "session_latest" / "logs", self._kept_logs)
         self.end_file = self._folder.path / "run_end.json"
-        self._log_path = output_dir.start_log(log_dir, role.own_addr)
-        client, agent = map(str, free_ports(2, avoid=(self._port,)))
-        command = ray_command(job, role, str(self._folder.path), labels, (client, agent))
-        with self._log_path.open("wb") as log:
-            self._process = processes.start(command, {**environment, nodes.END_FILE: str(self.end_file)}, log)
+        self.log_path = output_dir.start_log(log_dir, role.own_addr)
+        client, agent = map(str, free_ports(2, avoid=(job.ray_port,)))
+        self._command = ray_command(job, role, str(self._folder.path), labels, (client, agent))
+        self._processes, self._environment = processes, {**environment, nodes.END_FILE: str(self.end_file)}
+        self._num_starts = 0
+        self.log_path.write_bytes(b"")
+        self._start()
+
+    def _start(self) -> None:
+        self._num_starts += 1
+        with self.log_path.open("ab") as log:
+            self._process = self._processes.start(self._command, self._environment, log)
 
     def wait_until_up(self) -> None:
-        """Wait until the head's port answers; RunFailed when Ray ends first or time runs out."""
+        """Wait until the head takes part; RunFailed when Ray ends first or time runs out."""
         deadline = time.monotonic() + START_TIMEOUT_S
-        while not accepts_connections(self._role.master_addr, self._port):
+        while not ray_is_up(self.log_path):
             if (problem := self.problem()) is not None:
                 raise RunFailed(problem)
             if time.monotonic() > deadline:
-                raise RunFailed(f"Ray did not answer on port {self._port} within {START_TIMEOUT_S:g} s{self._tail()}")
+                raise RunFailed(f"Ray was not up within {START_TIMEOUT_S:g} s{self._tail()}")
             time.sleep(POLL_S)
 
     def problem(self) -> str | None:
-        """How Ray on this node ended, with the last lines that it wrote; None while it runs."""
+        """How Ray on this node ended, with the last lines that it wrote; None while it runs.
+
+        One that was too slow to start is started again. Nobody has joined it by then: all wait until ``ray_is_up``.
+        """
         status = self._process.poll()
+        if status is not None and self._num_starts < _MAX_STARTS and _TOO_SLOW in last_lines(self.log_path, 1):
+            logger.warning("Ray's own processes were not up within its limit; it is started again (%s)", self.log_path)
+            self._start()
+            return None
         if status is None:
             return None
         return f"Ray on this node ({self._role.own_addr}) {how_it_ended(status)}{self._tail()}"
 
     def _tail(self) -> str:
-        lines = last_lines(self._log_path).splitlines()
-        return "".join(f"\n    {line}" for line in [f"({self._log_path}:)", *lines])
+        lines = last_lines(self.log_path).splitlines()
+        return "".join(f"\n    {line}" for line in [f"({self.log_path}:)", *lines])
 
     def keep_logs(self) -> str | None:
         """Move Ray's session logs beside the run's own and remove its temporary folder; call it once Ray has ended.

@@ -28,12 +28,13 @@ from verl.trainer.config import (
 )
 from verl.trainer.config.load import other_defaults, to_yaml
 from verl.utils.disk_space import disk_full_line, is_disk_full
-from verl.utils.net_utils import accepts_connections
+from verl.utils.net_utils import ray_is_up
 from verl.utils.rank_log import FORMAT
 
 logger = logging.getLogger("verl.trainer.main_ppo")
 
-HEAD_WAIT = "RL_HEAD_WAIT_S"  # variable of a launcher that starts Ray's head beside this process: how long it may take
+# Variables of a launcher that starts Ray's head beside this process: the file that it prints to, how long it may take.
+HEAD_LOG, HEAD_WAIT = "RL_HEAD_LOG", "RL_HEAD_WAIT_S"
 HEAD_POLL_S = 0.05
 
 EXIT_BAD_INPUT = 2
@@ -180,7 +181,8 @@ def _init_ray(config: PPOTrainerConfig) -> None:
         runtime_env["env_vars"] = {name: str(value) for name, value in variables.items()}
         os.environ.update(runtime_env["env_vars"])
     if address := ray_init.address or os.environ.get("RAY_ADDRESS"):
-        wait_for_head(address, float(os.environ.get(HEAD_WAIT, 0)))
+        if HEAD_LOG in os.environ:
+            wait_for_head(Path(os.environ[HEAD_LOG]), float(os.environ[HEAD_WAIT]))
         ray.init(address=address, log_to_driver=True, runtime_env=runtime_env)
     elif ray_init.num_cpus or ray_init.num_gpus is not None:
         sizes: dict[str, Any] = {"num_cpus": ray_init.num_cpus, "num_gpus": ray_init.num_gpus}
@@ -189,11 +191,10 @@ def _init_ray(config: PPOTrainerConfig) -> None:
         ray.init(include_dashboard=False, runtime_env=runtime_env)
 
 
-def wait_for_head(address: str, timeout_s: float) -> None:
-    """Returns when something listens at ``address``, or after ``timeout_s``: Ray then says what is wrong."""
-    host, _, port = address.rpartition(":")
+def wait_for_head(log: Path, timeout_s: float) -> None:
+    """Returns when the Ray that prints to ``log`` is up, or after ``timeout_s``: Ray then says what is wrong."""
     deadline = time.monotonic() + timeout_s
-    while port.isdigit() and time.monotonic() < deadline and not accepts_connections(host, int(port)):
+    while not ray_is_up(log) and time.monotonic() < deadline:
         time.sleep(HEAD_POLL_S)
 
 

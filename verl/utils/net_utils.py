@@ -36,6 +36,11 @@ def free_ports(count: int, avoid: Iterable[int] = ()) -> list[int]:
     return found
 
 
+def ray_is_up(log: Path) -> bool:
+    """Whether ``ray start`` has printed into ``log`` that its node takes part; the head's port answers before that."""
+    return log.is_file() and b"Ray runtime started" in log.read_bytes()
+
+
 def accepts_connections(address: str, port: int, timeout_s: float = 1.0) -> bool:
     """Whether something listens at ``address:port``."""
     try:
