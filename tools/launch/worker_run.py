@@ -41,7 +41,6 @@ class WorkerRun(NodeRun):
                 )
             time.sleep(POLL_S)
         ray = self._start_ray(output_dir.attempt_of_worker(settings.log_dir, self.role.own_addr))
-        ray.wait_until_up()
         self.print("Ray is starting; the head runs the training and shows its progress")
         answered = time.monotonic()
         while not self._has_ended(ray):
