@@ -19,7 +19,7 @@ from tools.launch import network, nodes, output_dir
 from tools.launch.job import FREE_PORT, Job
 from tools.launch.processes import POLL_S, OwnProcesses, RunFailed, how_it_ended, last_lines, python_path
 from tools.launch.roles import NodeRole
-from verl.utils.net_utils import LOOPBACK, accepts_connections, free_ports, ray_is_up
+from verl.utils.net_utils import LOOPBACK, free_ports, ray_is_up
 
 logger = logging.getLogger(__name__)
 
@@ -158,8 +158,8 @@ class RayNode:
         labels: Mapping[str, str],
     ) -> None:
         assert isinstance(job.ray_port, int), "the launcher chooses it before anything starts"
-        self._role, self._port = role, job.ray_port
-        if role.is_head and (problem := network.port_problem("RAY_PORT", self._port)):
+        self._role = role
+        if role.is_head and (problem := network.port_problem("RAY_PORT", job.ray_port)):
             raise RunFailed(problem)
         output_dir.keep_earlier_sessions(log_dir.parent, role.own_addr)
         self._folder = SessionFolder()  # not in OUTPUT_DIR, whose disk may have no sockets
@@ -167,15 +167,16 @@ class RayNode:
         output_dir.show_session(self._folder.path / "session_latest" / "logs", self._kept_logs)
         self.end_file = self._folder.path / "run_end.json"
         self.log_path = output_dir.start_log(log_dir, role.own_addr)
-        client, agent = map(str, free_ports(2, avoid=(self._port,)))
+        client, agent = map(str, free_ports(2, avoid=(job.ray_port,)))
         self._command = ray_command(job, role, str(self._folder.path), labels, (client, agent))
         self._processes, self._environment = processes, {**environment, nodes.END_FILE: str(self.end_file)}
-        self._num_starts = 0
+        # Other nodes may have joined one that is not up, and would lose it.
+        self._starts_left = _MAX_STARTS if job.nnodes == 1 else 1
         self.log_path.write_bytes(b"")
         self._start()
 
     def _start(self) -> None:
-        self._num_starts += 1
+        self._starts_left -= 1
         with self.log_path.open("ab") as log:
             self._process = self._processes.start(self._command, self._environment, log)
 
@@ -192,21 +193,16 @@ class RayNode:
     def problem(self) -> str | None:
         """How Ray on this node ended, with the last lines that it wrote; None while it runs.
 
-        One that was too slow to start is started again. Nobody has joined it by then: all wait until ``ray_is_up``.
+        The only node's Ray is started again where it was too slow: the driver joins it when ``ray_is_up``.
         """
         status = self._process.poll()
-        if status is not None and self._num_starts < _MAX_STARTS and self._was_too_slow():
+        if status is not None and self._starts_left and _TOO_SLOW in last_lines(self.log_path, 1):
             logger.warning("Ray's own processes were not up within its limit; it is started again (%s)", self.log_path)
             self._start()
             return None
         if status is None:
             return None
         return f"Ray on this node ({self._role.own_addr}) {how_it_ended(status)}{self._tail()}"
-
-    def _was_too_slow(self) -> bool:
-        """Ray says the same of a head that cannot be reached any more."""
-        is_slow = _TOO_SLOW in last_lines(self.log_path, 1)
-        return is_slow and (self._role.is_head or accepts_connections(self._role.master_addr, self._port))
 
     def _tail(self) -> str:
         lines = last_lines(self.log_path).splitlines()
