@@ -134,12 +134,17 @@ def _taken(*given: str, name: str = "ppo_trainer") -> dict[str, str]:
     return {item.key: item.reason for item in resolve_config(composed)[1]}
 
 
-def test_what_a_script_leaves_out_has_upstreams_default() -> None:
-    """Of every key that is acted on under upstream's name; where a folder of facts is at hand."""
+def _defaults() -> str:
+    """The values of both of upstream's configs, ``ppo_trainer``'s first; without them a test is skipped."""
     facts = SHARED / "reference" / "verl-0.9-defaults.txt"
     if not facts.is_file():
         pytest.skip(f"{facts} is not there")
-    text = facts.read_text().split("== ppo_trainer")[1].split("== ppo_megatron_trainer")[0]
+    return facts.read_text().split("== ppo_trainer")[1]
+
+
+def test_what_a_script_leaves_out_has_upstreams_default() -> None:
+    """Of every key that is acted on under upstream's name; where a folder of facts is at hand."""
+    text = _defaults().split("== ppo_megatron_trainer")[0]
     theirs = {
         key: json.loads(value) for key, _, value in (line.partition(" = ") for line in text.splitlines()) if value
     }
@@ -338,10 +343,7 @@ def test_a_script_for_fsdp_gets_a_layout_that_fits(
 
 def test_every_key_of_both_configs_is_known() -> None:
     """A script may give any key that upstream's own config has, its default included."""
-    facts = SHARED / "reference" / "verl-0.9-defaults.txt"
-    if not facts.is_file():
-        pytest.skip(f"{facts} is not there")
-    lines = facts.read_text().split("== ppo_trainer")[1].splitlines()
+    lines = _defaults().splitlines()
     given = dict(line.split(" = ", 1) for line in lines if " = " in line and "???" not in line and "${" not in line)
     assert len(given) > 900
     resolve_config(compose_config([f"++{key}={value}" for key, value in given.items()]))

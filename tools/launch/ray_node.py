@@ -196,11 +196,11 @@ class RayNode:
         The only node's Ray is started again where it was too slow: the driver joins it when ``ray_is_up``.
         """
         status = self._process.poll()
-        if status is not None and self._starts_left and _TOO_SLOW in last_lines(self.log_path, 1):
+        if status is None:
+            return None
+        if self._starts_left and _TOO_SLOW in last_lines(self.log_path, 1):
             logger.warning("Ray's own processes were not up within its limit; it is started again (%s)", self.log_path)
             self._start()
-            return None
-        if status is None:
             return None
         return f"Ray on this node ({self._role.own_addr}) {how_it_ended(status)}{self._tail()}"
 

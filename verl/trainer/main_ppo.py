@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None, config_name: str = PROGRAM_CONFIG_NA
 
             problems += preflight_problems(config, is_valid=not problems)
         _raise_problems(problems)
-        variables = os.environ | config.ray_kwargs.ray_init.runtime_env.get("env_vars", {})
+        variables = os.environ | (config.ray_kwargs.ray_init.runtime_env.get("env_vars") or {})
         if block := without_effect_block([*args.unused, *unused, *variables_without_effect(variables)]):
             logger.info(block)
         if args.check == "config":

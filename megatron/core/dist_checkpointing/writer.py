@@ -9,7 +9,6 @@ import os
 import pickle
 import shutil
 import time
-import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -211,13 +210,13 @@ def remove_partials(final: Path) -> None:
     """Remove what interrupted saves of this checkpoint left; a writer that is still at work on one fails.
 
     Each is renamed first: else what a writer adds while files are removed would keep its directory, and it would
-    publish what is left.
+    publish what is left. What cannot be removed stays, and is no reason to end a run.
     """
     for left in final.parent.glob(f".{final.name}.*.partial*"):
-        with suppress(FileNotFoundError):
-            os.rename(left, left.with_name(f".{final.name}.{uuid.uuid4().hex[:12]}.removed"))
-    for removed in final.parent.glob(f".{final.name}.*.removed"):
-        shutil.rmtree(removed, ignore_errors=True)
+        with suppress(OSError):
+            os.rename(left, left.with_name(left.name.replace(".partial", ".removed")))
+    for removed in final.parent.glob(f".{final.name}.*.removed*"):
+        try_remove(removed)
 
 
 def restore_interrupted(final: Path) -> None:
