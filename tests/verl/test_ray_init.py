@@ -43,3 +43,8 @@ def test_variables_reach_this_process_and_those_that_ray_starts(monkeypatch: pyt
         ("there:1", {"env_vars": {"OF_THE_RUN": "7"}})
     ]
     assert os.environ["OF_THE_RUN"] == "7"
+
+
+def test_variables_that_are_none_are_a_problem_of_the_config() -> None:
+    (problem,) = load_config([f"+{RAY_INIT}.runtime_env.env_vars=7"]).ray_kwargs.problems("ray_kwargs")
+    assert problem.endswith("; give env_vars as {NAME: value}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ _LOGGERS = ("console", "tensorboard", "file", "wandb", "mlflow", "swanlab", "tra
 _FREQUENCY = Values("use -1 for never", lambda value: value != 0)
 _PORT = Values("give a port from 1024 to 65535, or 0 for none", lambda value: value == 0 or 1024 <= value <= 65535)
 _SECONDS = Values("give seconds above 0", lambda value: value > 0)
+_ENVIRONMENT = Values("give env_vars as {NAME: value}", lambda env: isinstance(env.get("env_vars") or {}, Mapping))
 _NO_SAMPLES = Idle("{where}.log_samples_freq is off", lambda run, own: own.log_samples_freq <= 0)
 _NO_RESUME = Idle("{where}.resume_mode is not resume_path", lambda run, own: own.resume_mode != "resume_path")
 
@@ -155,7 +156,7 @@ class RayInitConfig(Section):
     #: start a cluster with so many GPUs; absent means those that Ray finds, of which it sees none in some containers.
     num_gpus: int | None = None
     #: Ray's ``runtime_env`` of the worker processes; its ``env_vars`` are set in this process too.
-    runtime_env: dict[str, Any] = key(dict, takes_names=True)
+    runtime_env: dict[str, Any] = key(dict, _ENVIRONMENT, takes_names=True)
 
 
 @dataclass(frozen=True)
