@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -122,3 +122,14 @@ def unpack_tensor(dtype: torch.dtype, shape: tuple[int, ...], raw: Any) -> Tenso
     """The inverse of ``pack_tensor``; the tensor owns its memory."""
     # Ray hands out read-only memory of its store: a tensor over it would crash on the first in-place op.
     return torch.frombuffer(bytearray(raw), dtype=dtype).reshape(shape) if raw.size else torch.empty(shape, dtype=dtype)
+
+
+def as_json(value: Any) -> Any:
+    """A field as another process gets it: arrays as lists, names as text, dates and the like as text."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {str(name): as_json(of) for name, of in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_json(one) for one in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

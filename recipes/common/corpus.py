@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,21 +15,6 @@ LONGEST_SOLUTION = 48  # characters; a longer solution is not used as the though
 
 
 @dataclass(frozen=True)
-class CorpusStyle:
-    """The forms of a recipe's responses: format texts with ``{thought}`` and ``{answer}``.
-
-    ``whole_tokens`` are texts that the tiny tokenizer keeps as one token each; ``solution_of`` gives the worked
-    solution of a row in verl's schema, or an empty text. It is sent to other processes, so it must be a module's
-    function, not a lambda.
-    """
-
-    well_formed: str
-    broken: tuple[str, ...]
-    whole_tokens: tuple[str, ...]
-    solution_of: Callable[[dict[str, Any]], str]
-
-
-@dataclass(frozen=True)
 class Example:
     """One text of the corpus: the prompt, and the response that the model learns (without the end token)."""
 
@@ -36,10 +22,29 @@ class Example:
     response: str
 
 
+@dataclass(frozen=True)
+class CorpusStyle:
+    """The forms of a recipe's responses: format texts with ``{thought}`` and ``{answer}``.
+
+    ``whole_tokens`` are texts that the tiny tokenizer keeps as one token each; ``solution_of`` gives the worked
+    solution of a row in verl's schema, or an empty text. ``examples_of`` takes their place where answers have several
+    turns: of a row and an answer, right or wrong, every turn that the model learns. Both are sent to other processes,
+    so they must be functions of a module, not lambdas.
+    """
+
+    well_formed: str
+    broken: tuple[str, ...]
+    whole_tokens: tuple[str, ...]
+    solution_of: Callable[[dict[str, Any]], str]
+    examples_of: Callable[[dict[str, Any], str, random.Random], list[Example]] | None = None
+
+
 def corpus_settings(style: CorpusStyle) -> dict[str, Any]:
     """All settings of the corpus beside rows and seed; a model made with other ones is stale."""
     forms = {"well_formed": style.well_formed, "broken": list(style.broken), "broken_part": BROKEN_FORMS}
     forms |= {"whole_tokens": list(style.whole_tokens)}
+    if style.examples_of is not None:
+        forms["examples_of"] = inspect.getsource(style.examples_of)
     return {**forms, "wrong_part": WRONG_ANSWERS, "longest_solution": LONGEST_SOLUTION}
 
 
@@ -76,5 +81,8 @@ def examples(rows: Sequence[dict[str, Any]], seed: int, style: CorpusStyle) -> I
             row, answer = rows[index], answers[index]
             if generator.random() < WRONG_ANSWERS:
                 answer = wrong_answer(answer, answers, generator)
+            if style.examples_of is not None:
+                yield from style.examples_of(row, answer, generator)
+                continue
             form = generator.choice(style.broken) if generator.random() < BROKEN_FORMS else style.well_formed
             yield Example(row["prompt"], form.format(thought=thought(row, answer, style), answer=answer))

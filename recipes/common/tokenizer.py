@@ -77,7 +77,7 @@ CHATML = ChatForm(
     roles=(),
     template=_CHATML_TEMPLATE,
     beginning="",
-    turns={role: (f"{START}{role}\n", f"{END}\n") for role in ("system", "user", "assistant")},
+    turns={role: (f"{START}{role}\n", f"{END}\n") for role in ("system", "user", "assistant", "tool")},
     opening=f"{START}assistant\n",
 )
 

@@ -65,6 +65,7 @@ HELD_AS = {
     "actor_rollout_ref.actor": {"config"},
     "actor_rollout_ref.rollout": {"config", "chosen"},
     "actor_rollout_ref.rollout.val_kwargs": {"chosen"},
+    "actor_rollout_ref.rollout.multi_turn": {"turns"},
     ACTOR: {"engine", "given"},
     "actor_rollout_ref.model.gradient_checkpointing_kwargs": {"checkpointing"},
     "actor_rollout_ref.actor.checkpoint": {"config"},

@@ -94,7 +94,7 @@ def rank(path: str) -> Any:
                 streams[place].withdraw()
                 syncs[place].run({}, rollouts[place], version)
                 streams[place].start(requests(100 * dist.get_rank() + 3 * version, 3))
-                outputs = streams[place].run(7 if version < 2 else 1000)
+                outputs = streams[place].run(7 if version < 2 else 1000, META)
                 parts.append(streams[place].rows(outputs, META) if outputs else DataProto())
             if is_moved:
                 state = [] if is_training else streams[place].state()

@@ -33,7 +33,6 @@ MISSING = {
     "actor_rollout_ref.model.lora_rank=64": "LoRA",
     "actor_rollout_ref.model.lora_rank=32": "LoRA",
     f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype=fp8": "the cache has the weights' dtype",
-    "data.continuous_token.enable=True": "an answer is a single turn",
     "distillation.enabled=True": "distillation",
     "reward.reward_model.enable=True": "reward network",
     "skip.async_rollout.enable=True": "trainer.train_only",

@@ -13,6 +13,7 @@ from typing import Any
 from hf_formats.config import load_hf_config
 from mindspeed_llm.hf_checkpoint import open_hf
 from mindspeed_llm.load_weights import open_shards
+from verl.experimental.agent_loop.environment import load_environment
 from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.config.checks import missing_dispatcher
 from verl.trainer.config.data import file_list
@@ -32,6 +33,7 @@ from verl.utils.trackers import missing_packages
 from verl.workers.engine_setup import engine_problems, trained_model
 from verl.workers.reward_manager import MANAGERS
 from verl.workers.reward_manager.sample_wise import grades_samples
+from verl.workers.rollout.environment_host import host_settings
 from vllm.transformers_utils.config import load_config as load_rollout_config
 
 
@@ -55,6 +57,7 @@ def plugin_problems(config: PPOTrainerConfig) -> list[str]:
     """What is wrong with the user's own classes and filter, whose files run here, and with records to train on."""
     return [
         *_class_problems(config),
+        *_environment_problems(config),
         *reward_manager_problems(config),
         *_filter_problems(config),
         *_record_problems(config),
@@ -118,6 +121,18 @@ def _class_problems(config: PPOTrainerConfig) -> Iterator[str]:
         except Exception as error:  # a process edge: the user's file runs here, and may raise anything
             text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             yield text if text.startswith(key) else f"{key}: {text}"
+
+
+def _environment_problems(config: PPOTrainerConfig) -> Iterator[str]:
+    """An environment's class, or a file of tools, that cannot be used."""
+    turns = config.actor_rollout_ref.rollout.multi_turn
+    where = "tool_config_path" if turns.environment.path is None else "environment"
+    try:
+        if (settings := host_settings(config)) is not None:
+            load_environment(settings.environment)(**settings.environment.kwargs)
+    except Exception as error:  # a process edge: the user's file runs here, and may raise anything
+        text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        yield text if where in text else f"actor_rollout_ref.rollout.multi_turn.{where}: {text}"
 
 
 def _data_problems(config: PPOTrainerConfig) -> Iterator[str]:

@@ -20,6 +20,11 @@ def finite_outside(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where((mask == 0) & ~values.isfinite(), 0.0, values)
 
 
+def response_lengths(mask: Tensor) -> Tensor:
+    """The tokens [B] of each response, int64: up to the last one that ``mask`` [B, R] has, which the model wrote."""
+    return (mask.bool() * torch.arange(1, mask.shape[-1] + 1, device=mask.device)).amax(-1)
+
+
 def row_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
     """The sum [B] of each row of ``rewards`` [B, R].
 

@@ -35,6 +35,7 @@ from verl.workers.config import McoreEngineConfig
 from verl.workers.engine_setup import ddp_config, model_fields, optimizer_config, trained_model
 from verl.workers.phase_memory import PhaseMemory, resident_bytes
 from verl.workers.phases import make_watchdog, training_phase, worker_phase
+from verl.workers.rollout.environment_host import host_settings
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
 from verl.workers.row_store import RowStore, controller_batch
 from verl.workers.weight_sync.plan import build_plan
@@ -336,7 +337,11 @@ class ActorRolloutRefWorker(Worker, DistProfilerExtension):
     def new_rollout(self) -> vLLMRollout:
         """The rollout engine, still without weights."""
         return vLLMRollout(
-            self.config.rollout, self.config.model.path, rollout_ops=self.rollout_ops_provider, device=self.device
+            self.config.rollout,
+            self.config.model.path,
+            rollout_ops=self.rollout_ops_provider,
+            device=self.device,
+            environments=host_settings(self.run_config),
         )
 
     def new_row_store(self) -> RowStore:

@@ -20,7 +20,8 @@ from verl.utils.timeline import now_s
 from verl.workers.engine_setup import PARAMS_DTYPES
 from verl.workers.megatron_workers import ActorRolloutRefWorker
 from verl.workers.phases import make_watchdog, worker_phase
-from verl.workers.rollout.rollout_messages import RolloutRequest, RolloutResult
+from verl.workers.rollout.environment_host import host_settings
+from verl.workers.rollout.rollout_messages import RolloutRequest, RolloutResult, UnfinishedSample
 from verl.workers.rollout.vllm_rollout.sample_stream import SampleStream, run_request
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import all_rank_shards, vLLMRollout
 from verl.workers.row_store import RowStore, controller_batch
@@ -28,7 +29,6 @@ from verl.workers.weight_sync.plan import TransferPlan, build_plan
 from verl.workers.weight_sync.sync import WeightSync
 from vllm.config import VllmConfig
 from vllm.model_executor.model_loader.rank_shards import RankShards, engine_shards
-from vllm.v1.request import Request
 
 _ROLLOUT, _SAVED = "rollout", "saved"
 
@@ -146,6 +146,7 @@ class RolloutWorker(Worker, DistProfilerExtension):
             rollout_ops=self.rollout_ops_provider,
             device=self.device,
             first_rank=self.first_rank,
+            environments=host_settings(self.run_config),
         )
 
     def new_row_store(self) -> RowStore:
@@ -196,13 +197,13 @@ class RolloutWorker(Worker, DistProfilerExtension):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @worker_phase
-    def release_unfinished(self) -> list[Request]:
+    def release_unfinished(self) -> list[UnfinishedSample]:
         """The state of this replica's unfinished samples for a checkpoint (``SampleStream.state``)."""
         return self.stream.state()
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     @worker_phase
-    def restore_samples(self, unfinished: list[Request], rows: DataProto) -> DataProto:
+    def restore_samples(self, unfinished: list[UnfinishedSample], rows: DataProto) -> DataProto:
         """Takes over unfinished samples, stores finished ``rows`` and returns the references to these."""
         self.stream.restore(unfinished)
         if not len(rows):

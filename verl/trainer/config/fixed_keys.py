@@ -27,7 +27,9 @@ _SHARDING = "weights are not sharded over data-parallel ranks; where one is too 
 _NO_COPY = "weights are computed in megatron.dtype, with float32 masters in the optimizer, whatever this is"
 _BLOCKS, _PACKED = "logits and entropy are always computed in blocks", "training always works on packed tokens"
 _NO_LORA, _NO_QAT = "all weights are trained: there is no LoRA", "there is no quantization-aware training"
-_NO_TURNS = "an answer is a single turn"
+_NO_TURNS = "actor_rollout_ref.rollout.multi_turn has the turns of a sample"
+_NO_FUNCTIONS = "multi_turn.tool_config_path or multi_turn.environment has the tools"
+_EXACT_TOKENS = "a row is what the engine was given and sampled; text is never tokenised again"
 _NO_TEACHER, _NO_SPARSE = "there is no distillation", "there is no sparse attention (DSA)"
 _ADAMW, _SCHEDULE, _TEXTS = "the optimizer is AdamW", "lr_decay_style is the schedule", "prompts are texts"
 _SPECULATION, _PLANNED = "generation proposes no tokens: it samples each", "the order of steps is trainer.schedule's"
@@ -52,7 +54,7 @@ _TABLE: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     ("data", "image_* video_key audio_key mm_processor_kwargs.* return_multi_modal_inputs", _ANY, _TEXTS),
     ("data", "validation_shuffle", (False,), "validation rows keep the order of their file"),
     ("data", "tool_config_path function_tool_path", (None,), _NO_TURNS),
-    *_absent("data", "continuous_token.enable", _NO_TURNS),
+    ("data", "continuous_token.*", _ANY, _EXACT_TOKENS),
     (_MODEL, "enable_activation_offload", _FLAG, "activations stay on the device, or are computed again"),
     (_MODEL, "lora_rank lora.rank", (0,), _NO_LORA),
     (_MODEL, "lora_alpha lora.* target_modules exclude_modules", _ANY, _NO_LORA),
@@ -124,10 +126,12 @@ _TABLE: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     (_ROLLOUT, "do_sample", (True,), "training always samples"),
     (_ROLLOUT, "free_cache_engine enable_sleep_mode", _FLAG, "weights and cache are always freed before training"),
     (_ROLLOUT, "checkpoint_engine.* checkpoint_manager_class layer_name_map.*", _ANY, "training's groups send weights"),
-    (_ROLLOUT, "agent.default_agent_loop", ("single_turn_agent",), _NO_TURNS),
+    (_ROLLOUT, "agent.default_agent_loop", ("single_turn_agent", "tool_agent"), _NO_TURNS),
     (_ROLLOUT, "agent.agent_loop_config_path agent.custom_async_server.*", (None,), _NO_TURNS),
     (_ROLLOUT, "agent.num_workers server.*", _ANY, "an engine takes all requests; no agent loop or server runs them"),
-    *_absent(_ROLLOUT, "multi_turn.enable", _NO_TURNS),
+    (_ROLLOUT, "multi_turn.function_tool_path multi_turn.interaction_config_path", (None,), _NO_FUNCTIONS),
+    (_ROLLOUT, "multi_turn.use_inference_chat_template multi_turn.tokenization*", _ANY, _EXACT_TOKENS),
+    (_ROLLOUT, "multi_turn.num_repeat_rollouts", (None,), "actor_rollout_ref.rollout.n decides"),
     (_ROLLOUT, "engine_kwargs.sglang.* engine_kwargs.trtllm.*", _ANY, "this repository's engine takes its place"),
     (_VLLM, "kv_cache_dtype", ("auto", "bfloat16"), "the cache has the weights' dtype"),
     (_VLLM, "compilation_config.cudagraph_mode", _GRAPHS, "decode is captured whole, without rollout.enforce_eager"),

@@ -17,7 +17,7 @@ from verl.protocol import DataProto
 from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.ppo.scores import reward_parts
 from verl.utils.import_utils import load_extern_type
-from verl.utils.masks import finite_outside, row_rewards
+from verl.utils.masks import finite_outside, response_lengths, row_rewards
 
 SEQUENCE_REWARD = "seq_reward"
 
@@ -98,7 +98,7 @@ def groups_of(batch: DataProto) -> list[tuple[SampleGroup, np.ndarray]]:
     for row, uid in enumerate(batch.non_tensor_batch["uid"]):
         rows_of.setdefault(str(uid), []).append(row)
     mask = batch.batch["response_mask"]
-    rewards, lengths = row_rewards(batch.batch["token_level_scores"], mask).numpy(), mask.sum(-1).numpy()
+    rewards, lengths = row_rewards(batch.batch["token_level_scores"], mask).numpy(), response_lengths(mask).numpy()
     parts = reward_parts(batch)
     found = []
     for uid, members in rows_of.items():

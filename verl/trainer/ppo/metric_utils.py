@@ -11,9 +11,10 @@ from torch import Tensor
 
 from verl.protocol import DataProto
 from verl.trainer.config.config import TokenLimit
-from verl.utils.masks import row_rewards
+from verl.utils.masks import response_lengths, row_rewards
 from verl.utils.megatron.packed_batch import padded_lengths
 from verl.utils.timeline import Timeline, now_s
+from verl.workers.rollout.rollout_messages import TURNS
 
 
 class PhaseSeconds(dict[str, float]):
@@ -40,16 +41,18 @@ def marked_timer(name: str, timing: dict[str, float]) -> Iterator[None]:
 def compute_data_metrics(batch: DataProto) -> dict[str, float]:
     """Scores and lengths of a batch and, if it was trained on, rewards, advantages and returns of response tokens."""
     tensors, texts = batch.batch, batch.non_tensor_batch
-    response_lengths, prompt_lengths = _lengths(batch)
-    clipped = float((response_lengths == tensors["responses"].shape[-1]).float().mean())
+    lengths, prompt_lengths = _lengths(batch)
+    clipped = float((lengths == tensors["responses"].shape[-1]).float().mean())
     if "finish_reason" in texts:
         clipped = float(np.mean([reason == "length" for reason in texts["finish_reason"]]))
     metrics = {
         **_spread("critic/score", row_rewards(tensors["token_level_scores"], tensors["response_mask"])),
-        **_spread("response_length", response_lengths),
+        **_spread("response_length", lengths),
         **_spread("prompt_length", prompt_lengths),
         "response_length/clip_ratio": clipped,
     }
+    if TURNS in texts:
+        metrics |= _turn_metrics(texts[TURNS], texts["finish_reason"])
     if "advantages" in tensors:
         mask = tensors["response_mask"].bool()
         metrics |= _spread("critic/rewards", row_rewards(tensors["token_level_rewards"], mask))
@@ -58,10 +61,21 @@ def compute_data_metrics(batch: DataProto) -> dict[str, float]:
     return metrics
 
 
+def _turn_metrics(turns: np.ndarray, reasons: np.ndarray) -> dict[str, float]:
+    """Turns and seconds of environments, the numbers that these told, and the share of samples by how they ended."""
+    metrics = _spread("num_turns", torch.tensor([record["num_turns"] for record in turns]))
+    metrics |= _spread("timing_s/environment", torch.tensor([record["environment_s"] for record in turns]))
+    for name in sorted({name for record in turns for name in record["info"]}):
+        metrics[f"environment/{name}"] = float(np.mean([record["info"].get(name, 0.0) for record in turns]))
+    for reason in sorted(set(reasons)):
+        metrics[f"finish_reason/{reason}"] = float(np.mean([other == reason for other in reasons]))
+    return metrics
+
+
 def _lengths(batch: DataProto) -> tuple[Tensor, Tensor]:
     """The tokens of each response and of each prompt, fp32 [B]."""
-    response_lengths = batch.batch["response_mask"].bool().sum(-1).float()
-    return response_lengths, batch.batch["num_tokens"].float() - response_lengths
+    lengths = response_lengths(batch.batch["response_mask"]).float()
+    return lengths, batch.batch["num_tokens"].float() - lengths
 
 
 def count_samples_above(num_tokens_B: Tensor, limits: Sequence[TokenLimit], cp_size: int) -> dict[str, float]:

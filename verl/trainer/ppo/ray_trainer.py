@@ -51,6 +51,7 @@ from verl.trainer.ppo.validation import Validator
 from verl.utils.dataset import PromptItems, ResumableLoader
 from verl.utils.dataset.creation import create_rl_dataset, create_rl_sampler
 from verl.utils.device import op_tables_text, resolve_device
+from verl.utils.masks import response_lengths
 from verl.utils.partitions import balanced_order
 from verl.utils.tracking import Tracking
 from verl.workers.reward_manager import PendingScores, PooledRewardManager, Scores
@@ -359,7 +360,7 @@ class RayPPOTrainer:
             balance=config.trainer.balance_batch,
             shuffle_seed=models.actor.shuffle_seed(self.global_step) if models.actor.shuffle else None,
             group_size=self.group_size,
-            prompt_lengths=(batch.batch["num_tokens"] - batch.batch["response_mask"].sum(-1)).tolist(),
+            prompt_lengths=(batch.batch["num_tokens"] - response_lengths(batch.batch["response_mask"])).tolist(),
         )
         batch.reorder(order)
         rollout = models.rollout
@@ -391,4 +392,6 @@ class RayPPOTrainer:
 
 def _prompts(config: PPOTrainerConfig, tokenizer: PreTrainedTokenizerBase, files: list[str], max_samples: int) -> Any:
     dataset = create_rl_dataset(files, config.data, tokenizer, max_samples)
-    return PromptItems(dataset, tokenizer, config.data.max_prompt_length, config.data.apply_chat_template_kwargs)
+    has_turns = config.actor_rollout_ref.rollout.multi_turn.enable
+    template = config.data.apply_chat_template_kwargs
+    return PromptItems(dataset, tokenizer, config.data.max_prompt_length, template, has_environments=has_turns)

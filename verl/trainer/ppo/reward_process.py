@@ -22,13 +22,15 @@ from verl.protocol import DataProto
 from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.ppo.reward import compute_reward, load_reward_manager, reward_manager_class
 from verl.utils.import_utils import import_external_libs
+from verl.utils.masks import response_lengths
 from verl.utils.reward_score.functions import RewardFunctionSpec
 from verl.utils.reward_score.scoring_pool import ScoringJob, ScoringResult
 from verl.utils.tokenizer import hf_tokenizer, texts_to_grade
 from verl.workers.config import RewardModelConfig
 from verl.workers.reward_manager import GradedSample, PooledRewardManager, Scores
-from verl.workers.reward_manager.pooled import graded_parts, grading_jobs
+from verl.workers.reward_manager.pooled import graded_parts, grading_jobs, with_environment_rewards
 from verl.workers.reward_manager.sample_wise import GRADER_ERROR
+from verl.workers.rollout.rollout_messages import TURNS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -71,6 +73,7 @@ class RegisteredRewardManager:
             list(grading_jobs(batch, responses)),
             tuple(batch.batch["responses"].shape),
             time.monotonic(),
+            batch.non_tensor_batch.get(TURNS),
         )
 
     def close(self) -> None:
@@ -86,6 +89,7 @@ class PendingRewards:
     rows: list[tuple[str, str, ScoringJob]]
     shape: tuple[int, int]
     started: float
+    turns: np.ndarray | None = None
 
     def is_done(self) -> bool:
         """Whether ``result`` would not wait."""
@@ -113,7 +117,7 @@ class PendingRewards:
         problem = reward_problem(rewards, extra, self.shape)
         if problem:
             raise ValueError(f"{where} returned {problem}")
-        return self._scores(rewards.float(), extra)
+        return with_environment_rewards(self._scores(rewards.float(), extra), self.turns)
 
     def _scores(self, rewards: Tensor, extra: dict[str, Any]) -> Scores:
         seconds = time.monotonic() - self.started
@@ -149,7 +153,8 @@ def manager_batch(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> DataP
     prompt_ids = torch.tensor([[pad] * (width - len(ids)) + ids for ids in prompts])
     prompt_mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts])
     responses, response_mask = batch.batch["responses"], batch.batch["response_mask"].long()
-    mask = torch.cat([prompt_mask, response_mask], dim=-1)
+    is_response = torch.arange(response_mask.shape[-1]) < response_lengths(response_mask)[:, None]
+    mask = torch.cat([prompt_mask, is_response.long()], dim=-1)
     tensors = {
         "prompts": prompt_ids,
         "responses": responses,
@@ -199,4 +204,4 @@ class _ManagerProcess:
 
 
 def _responses_and_lengths(batch: DataProto) -> tuple[Tensor, Tensor]:
-    return batch.batch["responses"], batch.batch["response_mask"].sum(-1)
+    return batch.batch["responses"], response_lengths(batch.batch["response_mask"])

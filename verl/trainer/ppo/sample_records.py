@@ -5,10 +5,12 @@ A file is ``samples/step_N.jsonl``, one line per sample: ``step``, ``uid`` (of t
 engine's when it sampled) and ``log_probs`` (the training engine's, before the update), both per token and null where
 there is none, ``versions`` ([policy version, tokens sampled with it] in order; version v is the policy after step v),
 ``reward``, ``parts`` of it, ``advantage`` (mean over the tokens), ``length`` in tokens and ``finish_reason``.
+Tokens that the model was given between turns have no log-probs.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable
@@ -21,8 +23,8 @@ from verl.protocol import DataProto
 from verl.trainer.ppo.metric_utils import marked_timer
 from verl.trainer.ppo.observers import Step, StepFiles
 from verl.trainer.ppo.scores import REWARD_PARTS
-from verl.utils.masks import row_rewards
-from verl.workers.rollout.rollout_messages import VERSIONS
+from verl.utils.masks import response_lengths, row_rewards
+from verl.workers.rollout.rollout_messages import TURNS, VERSIONS
 from verl.workers.row_store import worker_batch
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
@@ -84,13 +86,23 @@ class SampleRecords(StepFiles):
 
     def _record(self, step: int, batch: DataProto, row: int) -> dict[str, Any]:
         tensors, texts = batch.batch, batch.non_tensor_batch
-        is_response_R = tensors["response_mask"][row].bool()
-        token_ids = tensors["responses"][row][is_response_R].tolist()
+        is_sampled_R = tensors["response_mask"][row].bool()
+        length = int(response_lengths(is_sampled_R[None]))
+        token_ids, is_sampled = tensors["responses"][row][:length].tolist(), is_sampled_R[:length].tolist()
         log_probs = {
-            name: [_finite(value) for value in tensors[name][row][is_response_R].tolist()] if name in tensors else None
+            name: [
+                _finite(value) if own else None
+                for value, own in zip(tensors[name][row][:length].tolist(), is_sampled, strict=True)
+            ]
+            if name in tensors
+            else None
             for name in (ROLLOUT, TRAINING)
         }
-        reasons = texts.get("finish_reason")
+        reasons, parts = texts.get("finish_reason"), dict(texts[REWARD_PARTS][row])
+        versions = texts[VERSIONS][row] if VERSIONS in texts else [[step - 1, sum(is_sampled)]]
+        if TURNS in texts:
+            versions = _over_given(versions, is_sampled)
+            parts |= _of_turns(texts[TURNS][row])
         return {
             "step": step,
             "uid": str(texts["uid"][row]),
@@ -100,13 +112,27 @@ class SampleRecords(StepFiles):
             "tokens": token_texts(self._decode, token_ids),
             "rollout_log_probs": log_probs[ROLLOUT],
             "log_probs": log_probs[TRAINING],
-            "versions": texts[VERSIONS][row] if VERSIONS in texts else [[step - 1, len(token_ids)]],
-            "reward": _finite(float(row_rewards(tensors["token_level_scores"][row], is_response_R))),
-            "parts": {name: _finite(value) for name, value in texts[REWARD_PARTS][row].items()},
-            "advantage": _finite(float(tensors["advantages"][row][is_response_R].mean())),
+            "versions": versions,
+            "reward": _finite(float(row_rewards(tensors["token_level_scores"][row], is_sampled_R))),
+            "parts": {name: _finite(value) for name, value in parts.items()},
+            "advantage": _finite(float(tensors["advantages"][row][is_sampled_R].mean())),
             "length": len(token_ids),
             "finish_reason": None if reasons is None else reasons[row],
         }
+
+
+def _over_given(versions: list[list[int]], is_sampled: list[bool]) -> list[list[int]]:
+    """Runs of versions over all tokens: what the model was given counts to what it wrote before."""
+    of_sampled = [version for version, count in versions for _ in range(count)]
+    places = itertools.accumulate(map(int, is_sampled))
+    runs = itertools.groupby(of_sampled[max(place - 1, 0)] for place in places)
+    return [[version, len(list(tokens))] for version, tokens in runs] or versions
+
+
+def _of_turns(record: dict[str, Any]) -> dict[str, float]:
+    """The numbers of a sample's turns, and the reward at each token that has one, beside the parts of its reward."""
+    rewards = {f"reward_at_{position + 1}": reward for position, reward in record["rewards"]}
+    return {"num_turns": record["num_turns"], **record["info"], **rewards}
 
 
 def chosen_rows(uids: np.ndarray, max_rows: int) -> list[int]:

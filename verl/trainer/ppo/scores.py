@@ -7,6 +7,7 @@ import torch
 
 from verl.protocol import DataProto
 from verl.protocol_storage import as_rows
+from verl.utils.masks import response_lengths
 from verl.workers.config import OverlongBufferConfig
 from verl.workers.reward_manager import Scores
 from verl.workers.reward_manager.dapo import overlong_penalty
@@ -21,7 +22,7 @@ def add_scores(batch: DataProto, scores: Scores, buffer: OverlongBufferConfig) -
     """
     parts, token_scores = dict(scores.parts), scores.token_level_scores
     if buffer.enable:
-        lengths = batch.batch["response_mask"].sum(-1)
+        lengths = response_lengths(batch.batch["response_mask"])
         penalty = overlong_penalty(lengths, token_scores.shape[-1], buffer)
         token_scores = token_scores.clone()
         token_scores[torch.arange(len(batch)), (lengths - 1).clamp(min=0)] += penalty

@@ -17,9 +17,10 @@ from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.ppo.metric_utils import compute_set_metrics, compute_validation_metrics, marked_timer
 from verl.trainer.ppo.reward_ledger import RewardLedger
 from verl.trainer.ppo.reward_process import RegisteredRewardManager
-from verl.trainer.ppo.schedules.generation import sampling_seeds
+from verl.trainer.ppo.schedules.generation import add_seeds, sampling_seeds
 from verl.trainer.ppo.ungraded import UngradedLimit
 from verl.utils.dataset import PromptItems, collate_fn
+from verl.utils.masks import response_lengths
 from verl.workers.reward_manager import PooledRewardManager, Scores
 
 _STREAM = -1  # sampling stream of validation: the same noise at every step, so that scores compare
@@ -66,7 +67,7 @@ class Validator:
         sources, sets = (
             np.concatenate([batch.non_tensor_batch[key] for batch in outputs]) for key in ("data_source", "val_set")
         )
-        lengths = torch.cat([batch.batch["response_mask"].sum(-1) for batch in outputs])
+        lengths = torch.cat([response_lengths(batch.batch["response_mask"]) for batch in outputs])
         own = ~np.isin(sets, [name for name, _, is_greedy in passes if is_greedy])
         own_parts = {name: values[own] for name, values in parts.items()}
         metrics = compute_validation_metrics(sources[own], own_parts, lengths[torch.from_numpy(own)], n)
@@ -87,7 +88,7 @@ class Validator:
         for first in range(0, len(dataset), size):
             rows = range(first, min(first + size, len(dataset)))
             prompts = DataProto.from_single_dict(collate_fn([dataset[i] for i in rows])).repeat(n, interleave=True)
-            prompts.non_tensor_batch["sampling_seeds"] = sampling_seeds(seed, _STREAM, first * n, len(prompts))
+            add_seeds(prompts, n, sampling_seeds(seed, _STREAM, first * n, len(prompts)))
             yield prompts.union(self.generate(step, prompts, is_greedy))
 
     def _write_transcripts(

@@ -7,10 +7,13 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
+from verl.protocol_storage import as_json
 from verl.utils.dataset.rl_dataset import RESPONSE_LIMIT, RLHFDataset
 from verl.utils.reward_score.thoughts import PROMPT_END, prompt_end
 
 _AGENT = "single_turn_agent"  # upstream's name of what generates one answer to a prompt
+_TOOL_AGENT = "tool_agent"
+ENVIRONMENT_ROW = "environment_row"
 _PADDED = ("input_ids", "attention_mask", "position_ids")  # engines get token ids without padding
 
 
@@ -25,11 +28,19 @@ class PromptItems(Dataset):
     Args:
         max_prompt_length: a longer prompt is an error.
         template_kwargs: ``data.apply_chat_template_kwargs``.
+        has_environments: rows also have ``environment_row``, what the environments of several turns begin with.
     """
 
-    def __init__(self, dataset: Any, tokenizer: Any, max_prompt_length: int, template_kwargs: Any = None) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        tokenizer: Any,
+        max_prompt_length: int,
+        template_kwargs: Any = None,
+        has_environments: bool = False,
+    ) -> None:
         self.dataset, self.tokenizer, self.max_prompt_length = dataset, tokenizer, max_prompt_length
-        self.template_kwargs = template_kwargs or {}
+        self.template_kwargs, self.has_environments = template_kwargs or {}, has_environments
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -43,8 +54,12 @@ class PromptItems(Dataset):
         missing = [key for key in ("data_source", "reward_model") if key not in row]
         if missing:
             raise ValueError(f"{where} has no {' and no '.join(missing)}; it has {', '.join(sorted(row))}")
-        if row.get("agent_name", _AGENT) not in (None, _AGENT):
-            raise ValueError(f"{where} asks for the agent loop {row['agent_name']!r}; there is {_AGENT} alone")
+        agents = (None, _AGENT, _TOOL_AGENT) if self.has_environments else (None, _AGENT)
+        if row.get("agent_name") not in agents:
+            raise ValueError(
+                f"{where} asks for the agent loop {row['agent_name']!r}; there is {_AGENT}, and with "
+                f"actor_rollout_ref.rollout.multi_turn.enable=True {_TOOL_AGENT}"
+            )
         if not isinstance(row["reward_model"], Mapping) or "ground_truth" not in row["reward_model"]:
             given = row["reward_model"]
             raise ValueError(f"the reward_model of {where} is {given!r}; expected a dict with ground_truth")
@@ -59,6 +74,8 @@ class PromptItems(Dataset):
                 f"the extra_info of {where} has {PROMPT_END!r}, which the run writes itself; rename the key"
             )
         kept = {key: value for key, value in row.items() if key not in _PADDED}
+        if self.has_environments:
+            kept[ENVIRONMENT_ROW] = self._environment_row(row, index, extra_info)
         return {
             "index": index,
             "response_limit": extra_info.get(RESPONSE_LIMIT) or 0,
@@ -67,6 +84,15 @@ class PromptItems(Dataset):
             "prompt_text": row["prompt_text"] if "prompt_text" in row else str(self.tokenizer.decode(ids)),
             "extra_info": {**extra_info, PROMPT_END: prompt_end(self.tokenizer, ids)},
         }
+
+    def _environment_row(self, row: Mapping[str, Any], index: int, extra_info: Mapping[str, Any]) -> dict[str, Any]:
+        messages = row.get("raw_prompt")
+        if messages is None and isinstance(self.dataset, RLHFDataset):
+            messages = self.dataset.dataframe[index][self.dataset.prompt_key]
+        if messages is None:
+            messages = [{"role": "user", "content": row.get("prompt_text", "")}]
+        found = {"messages": list(messages), "ground_truth": row["reward_model"]["ground_truth"], "index": index}
+        return dict(as_json(found | {"data_source": row["data_source"], "extra_info": extra_info}))
 
     def _prompt_ids(self, row: Mapping[str, Any], where: str) -> list[int]:
         if "raw_prompt_ids" in row:

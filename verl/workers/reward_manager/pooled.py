@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from verl.protocol_storage import as_json
+from verl.utils.masks import response_lengths
 from verl.utils.reward_score.scoring_pool import ScoringJob, ScoringPool, ScoringResult
 from verl.utils.tokenizer import texts_to_grade
 from verl.workers.config import CustomRewardFunctionConfig, RewardModelConfig
+from verl.workers.rollout.rollout_messages import TURNS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -57,6 +60,7 @@ class PendingScores:
 
     Attributes:
         rows: uid, prompt and job of each response.
+        turns: ``Trajectory.record`` of each, with samples of several turns.
         gives_acc: a score is also the part ``acc``, where the reward function has no such part.
     """
 
@@ -64,6 +68,7 @@ class PendingScores:
     response_mask: Tensor
     rows: list[tuple[str, str, ScoringJob]]
     gives_acc: bool = False
+    turns: np.ndarray | None = None
 
     def is_done(self) -> bool:
         """Whether ``result`` would not wait."""
@@ -75,13 +80,13 @@ class PendingScores:
         parts = graded_parts(results)
         if self.gives_acc:
             parts["acc"] = np.where(np.isnan(parts.get("acc", np.nan)), parts["score"], parts.get("acc", np.nan))
-        lengths = self.response_mask.sum(-1)
+        lengths = response_lengths(self.response_mask)
         scores = torch.zeros(self.response_mask.shape, dtype=torch.float32)
         scores[torch.arange(len(results)), (lengths - 1).clamp(min=0)] = torch.tensor(
             parts["score"], dtype=torch.float32
         )
         samples = [GradedSample(*row, result) for row, result in zip(self.rows, results, strict=True)]
-        return Scores(scores, parts, samples)
+        return with_environment_rewards(Scores(scores, parts, samples), self.turns)
 
 
 class PooledRewardManager:
@@ -113,28 +118,50 @@ class PooledRewardManager:
         """Begins to score ``batch`` (responses, response_mask; data_source, reward_model, extra_info) and returns."""
         mask = batch.batch["response_mask"]
         tokens = [
-            row[: int(length)].tolist() for row, length in zip(batch.batch["responses"], mask.sum(-1), strict=True)
+            row[: int(length)].tolist()
+            for row, length in zip(batch.batch["responses"], response_lengths(mask), strict=True)
         ]
         responses = texts_to_grade(self.tokenizer, tokens)
         rows = list(grading_jobs(batch, responses))
-        return PendingScores(self._pool.submit([job for _, _, job in rows]), mask, rows, self._gives_acc)
+        futures = self._pool.submit([job for _, _, job in rows])
+        return PendingScores(futures, mask, rows, self._gives_acc, batch.non_tensor_batch.get(TURNS))
 
     def close(self) -> None:
         self._pool.close()
+
+
+def with_environment_rewards(scores: Scores, turns: np.ndarray | None) -> Scores:
+    """Scores with the rewards of environments, on the last tokens of the turns that they are for."""
+    if turns is None:
+        return scores
+    tokens, totals = scores.token_level_scores.clone(), np.zeros(len(turns))
+    for row, record in enumerate(turns):
+        for position, reward in record["rewards"]:
+            tokens[row, position] += reward
+            totals[row] += reward
+    parts = scores.parts | {"score": scores.parts["score"] + totals, "environment_reward": totals}
+    return replace(scores, token_level_scores=tokens, parts=parts)
 
 
 def grading_jobs(batch: DataProto, responses: list[str]) -> Iterator[tuple[str, str, ScoringJob]]:
     """The uid of each row (its index if prompts have none), its prompt as text, and its job."""
     columns = batch.non_tensor_batch
     for row, response in enumerate(responses):
+        of_turns = _of_turns(columns[TURNS][row]) if TURNS in columns else {}
         job = ScoringJob(
             str(columns["data_source"][row]),
             response,
-            _as_json(columns["reward_model"][row]["ground_truth"]),
-            _as_json(columns["extra_info"][row] or {}),
+            as_json(columns["reward_model"][row]["ground_truth"]),
+            as_json({**(columns["extra_info"][row] or {}), **of_turns}),
         )
         uid = str(columns["uid"][row]) if "uid" in columns else str(row)
         yield uid, str(columns["prompt_text"][row]) if "prompt_text" in columns else "", job
+
+
+def _of_turns(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What a reward function is told of a sample's turns, in ``extra_info``."""
+    rewards = [reward for _, reward in record["rewards"]]
+    return {"num_turns": record["num_turns"], "rollout_reward_scores": rewards, **record["info"]}
 
 
 def graded_parts(results: list[ScoringResult]) -> dict[str, np.ndarray]:
@@ -147,14 +174,3 @@ def graded_parts(results: list[ScoringResult]) -> dict[str, np.ndarray]:
     parts["timeout"] = np.array([float(result.status == "timeout") for result in results])
     parts["grader_error"] = np.array([float(result.status == "error") for result in results])
     return parts
-
-
-def _as_json(value: Any) -> Any:
-    """A field as a grader in another process gets it: arrays as lists, names as text, dates and the like as text."""
-    if isinstance(value, (np.ndarray, np.generic)):
-        value = value.tolist()
-    if isinstance(value, Mapping):
-        return {str(name): _as_json(of) for name, of in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_as_json(one) for one in value]
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

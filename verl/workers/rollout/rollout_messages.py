@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from verl.protocol import DataProto
+from vllm.v1.request import Request
 
 PROMPT, SAMPLE, VERSIONS = "prompt_number", "sample_number", "policy_versions"  # columns of a row
+# Columns of samples of several turns: what their environment is given, and what becomes of them.
+ENVIRONMENT_ROW, ENVIRONMENT_SEED = "environment_row", "environment_seed"
+PROMPT_LENGTH, TURNS = "prompt_length", "turns"
+
+
+UnfinishedSample: TypeAlias = Request | dict[str, Any]
+"""A request, or with several turns what ``Trajectory.state`` says."""
+
+
+def prompt_of(sample: UnfinishedSample) -> int:
+    """The number of an unfinished sample's prompt, with which its name begins."""
+    return int((sample.request_id if isinstance(sample, Request) else str(sample["name"])).split(".")[0])
 
 
 @dataclass(frozen=True)

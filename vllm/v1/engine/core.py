@@ -30,12 +30,19 @@ class EngineCore:
         kv = KVCacheManager(self.worker.cache.num_blocks, config.cache.block_size, config.cache.enable_prefix_caching)
         self.scheduler = Scheduler(config.scheduler, kv)
         self.num_steps = 0
+        self.expects_requests = False  # some will be queued, such as next turns of finished ones: there is work left
+        self.is_idle = False  # the last step had nothing to compute, here and in the replicas that step with this one
         self.model_problem: str | None = None  # why its logits are not finite, until the weights change
 
     @property
     def policy_version(self) -> int:
         """The version of the weights; a token has that of its step."""
         return self.scheduler.policy_version
+
+    @property
+    def has_work(self) -> bool:
+        """Whether requests are unfinished here, or expected."""
+        return self.scheduler.has_unfinished or self.expects_requests
 
     def step(self) -> tuple[list[Request], bool]:
         """Run one step; returns (finished requests, whether any replica that shares experts with this one has, or had
@@ -45,12 +52,11 @@ class EngineCore:
         its experts.
         """
         step = self.scheduler.schedule()
-        exchange = self.parallel.exchange_step(
-            step.total_num_tokens, self.scheduler.has_unfinished, step.is_decode_only, self.device
-        )
-        if not exchange.is_anyone_busy:
+        exchange = self.parallel.exchange_step(step.total_num_tokens, self.has_work, step.is_decode_only, self.device)
+        self.is_idle = not any(exchange.token_counts)
+        if self.is_idle:
             self.worker.runner.batch.update(step)  # the rows of requests that have left are free
-            return [], False
+            return [], exchange.is_anyone_busy
         with record_function("decode" if step.is_decode_only else "prefill"):
             output = self.worker.execute(step, exchange)
             token_ids = output.token_ids.tolist()

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Protocol
 
 from vllm.config import ModelConfig, VllmConfig
 from vllm.inputs import PromptType
@@ -19,6 +20,8 @@ from vllm.v1.engine.output_processor import OutputStream, prompt_of
 from vllm.v1.engine.processor import Processor
 from vllm.v1.engine.rebalancer import Rebalancer
 from vllm.v1.request import Request
+
+_IDLE_S = 0.02  # between two looks for requests, while every one of them is waited for
 
 
 class StepLimits:
@@ -37,6 +40,23 @@ class StepLimits:
 
     def are_reached(self) -> bool:
         return self._steps_left <= 0 or time.monotonic() >= self._end_s
+
+
+class RequestSource(Protocol):
+    """Where requests come from while others run, such as the next turns of those that have finished."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether more requests will come, perhaps long after the last one has finished."""
+        ...
+
+    def take(self, finished: Sequence[Request]) -> list[Request]:
+        """The requests that have come; ``finished`` are those of the last step."""
+        ...
+
+    def wait(self, seconds: float) -> None:
+        """Wait until a request may have come, at most so long: there is nothing to compute."""
+        ...
 
 
 class LLMEngine:
@@ -78,6 +98,7 @@ class LLMEngine:
         requests: Sequence[Request],
         limits: StepLimits | None = None,
         on_finished: Callable[[Request], None] | None = None,
+        source: RequestSource | None = None,
     ) -> None:
         """Run requests to their end, or to the end of the first step that reaches a limit; they then hold the results.
 
@@ -87,7 +108,7 @@ class LLMEngine:
         self.require_idle()
         self._queue(requests)
         with frozen_gc_heap(), self._all_or_nothing():
-            self.run(limits or StepLimits(), on_finished)
+            self.run(limits or StepLimits(), on_finished, source)
             self.core.scheduler.withdraw_all()
             self.rebalancer.bring_home()
 
@@ -100,18 +121,26 @@ class LLMEngine:
             raise ValueError("add_requests: only requests of run_requests may move; set rebalance_interval=0")
         self._queue(requests)
 
-    def run(self, limits: StepLimits, on_finished: Callable[[Request], None] | None = None) -> list[Request]:
-        """Step until no request is left, here and in all replicas that step or balance with this one, or to a limit;
-        return the requests that have finished.
+    def run(
+        self,
+        limits: StepLimits,
+        on_finished: Callable[[Request], None] | None = None,
+        source: RequestSource | None = None,
+    ) -> list[Request]:
+        """Step until no request is left or comes from ``source``, here and in all replicas that step or balance with
+        this one, or to a limit; return the requests that have finished.
 
         These replicas all call it, with or without requests, with the same limits. A step that fails drops all
-        requests.
+        requests. While nothing can be computed anywhere, nothing spins.
         """
         finished: list[Request] = []
         self._is_anyone_busy = True  # the first step tells whether other replicas have work
         with self._all_or_nothing():
+            self._take(source, [])
             while self._is_anyone_busy:
-                finished += self._step(on_finished)
+                ended = self._step(on_finished)
+                finished += ended
+                self._take(source, ended)
                 limits.count_step()
                 # Between two rounds replicas make different numbers of steps: they can be cut together at a round only.
                 if self._is_anyone_busy and self.rebalancer.is_at_round and self._are_reached(limits):
@@ -188,6 +217,16 @@ class LLMEngine:
         """Prompts with samples that have not ended."""
         return len(self._streams)
 
+    def _take(self, source: RequestSource | None, finished: list[Request]) -> None:
+        """Queue what has come from ``source``, and note whether more will."""
+        if source is None:
+            return
+        if self.core.is_idle:
+            source.wait(_IDLE_S)
+        self._queue(source.take(finished))
+        self.core.expects_requests = source.is_waiting
+        self._is_anyone_busy |= self.core.has_work
+
     def _queue(self, requests: Sequence[Request]) -> None:
         """Queue all requests or, on a ValueError that lists every problem, none."""
         self.core.require_ready()
@@ -220,7 +259,7 @@ class LLMEngine:
             for request in finished:
                 on_finished(request)
         if not self.config.parallel.steps_in_lockstep:
-            is_busy = self.core.scheduler.has_unfinished
+            is_busy = self.core.has_work
         self._is_anyone_busy = self.rebalancer.after_step(is_busy)
         return finished
 
@@ -241,3 +280,5 @@ class LLMEngine:
             self.rebalancer.forget()
             self._streams.clear()
             raise
+        finally:
+            self.core.expects_requests = False

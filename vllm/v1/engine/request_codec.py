@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -18,14 +19,16 @@ _NAMES = {
 }
 
 
-def encode(requests: Sequence[Request]) -> np.ndarray:
-    """uint8 [bytes] of requests that have not finished; without their KV blocks."""
+def encode(requests: Sequence[Request | dict[str, Any]]) -> np.ndarray:
+    """uint8 [bytes] of requests that have not finished, without their KV blocks; each may be part of plain values."""
     return np.frombuffer(pickle.dumps(list(requests)), dtype=np.uint8)
 
 
-def decode(content: np.ndarray) -> list[Request]:
-    """The inverse of ``encode``; it makes requests and nothing else: UnpicklingError when the bytes hold more."""
-    requests: list[Request] = load_listed(io.BytesIO(content.tobytes()), _NAMES, "an unfinished request")
-    if not isinstance(requests, list) or not all(isinstance(request, Request) for request in requests):
+def decode(content: np.ndarray) -> list[Request | dict[str, Any]]:
+    """The inverse of ``encode``; it makes requests and plain values: UnpicklingError when the bytes hold more."""
+    requests: list[Request | dict[str, Any]] = load_listed(
+        io.BytesIO(content.tobytes()), _NAMES, "an unfinished request"
+    )
+    if not isinstance(requests, list) or not all(isinstance(request, (Request, dict)) for request in requests):
         raise pickle.UnpicklingError("what should be unfinished requests is no list of requests")
     return requests

@@ -11,9 +11,12 @@ import torch
 
 from verl.protocol import BY_RANK, DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.protocol_storage import as_rows
+from verl.utils.masks import response_lengths
+from verl.workers.rollout.rollout_messages import ENVIRONMENT_ROW, ENVIRONMENT_SEED, PROMPT_LENGTH
 
 _MASK = (1 << 64) - 1
 REQUEST_KEYS = ("raw_prompt_ids", "sampling_seeds", "response_limit")  # columns of a generation request
+TURN_KEYS = (ENVIRONMENT_ROW, ENVIRONMENT_SEED)  # more of them, with samples of several turns
 
 
 @dataclass(frozen=True)
@@ -32,8 +35,15 @@ def prompt_rows(prompts: dict[str, Any], uids: Sequence[str], n: int, seeds: np.
     batch = DataProto.from_single_dict(prompts)
     batch.non_tensor_batch["uid"] = as_rows(uids)
     batch = batch.repeat(n, interleave=True)
-    batch.non_tensor_batch["sampling_seeds"] = seeds
+    add_seeds(batch, n, seeds)
     return batch
+
+
+def add_seeds(batch: DataProto, n: int, seeds: np.ndarray) -> None:
+    """Adds the seeds of sampling [B n] and, with environments, theirs: one for all samples of a prompt."""
+    batch.non_tensor_batch["sampling_seeds"] = seeds
+    if ENVIRONMENT_ROW in batch.non_tensor_batch:
+        batch.non_tensor_batch[ENVIRONMENT_SEED] = np.repeat(seeds[::n], n)
 
 
 def generate(
@@ -45,7 +55,7 @@ def generate(
         The responses with ``num_tokens`` int64 [B] of prompt and response; and for the first rank of each replica the
         seconds that it generated.
     """
-    request = prompts.pop(non_tensor_batch_keys=REQUEST_KEYS)
+    request = prompts.pop(non_tensor_batch_keys=request_keys(prompts))
     request.meta_info |= meta_info | tokens.meta_info()
     request, num_pad = pad_dataproto_to_divisor(request, num_replicas)
     output = unpad_dataproto(workers.generate_sequences(request), num_pad)
@@ -56,15 +66,22 @@ def generate(
     return output, {rank: figures["generate_sequences"] for rank, figures in by_rank.items()}
 
 
+def request_keys(prompts: DataProto) -> list[str]:
+    """The columns of ``prompts`` that a rollout engine is sent."""
+    return [*REQUEST_KEYS, *(key for key in TURN_KEYS if key in prompts.non_tensor_batch)]
+
+
 def validation_meta(is_greedy: bool) -> dict[str, bool]:
     """What ``generate`` needs to know when it validates: by ``val_kwargs``, or with the likeliest tokens instead."""
     return {"validate": True, **({"do_sample": False} if is_greedy else {})}
 
 
 def add_num_tokens(output: DataProto, prompt_ids: Sequence[Sequence[int]] | np.ndarray) -> None:
-    """Adds ``num_tokens`` int64 [B], the tokens of prompt and response."""
-    num_prompt = torch.tensor([len(ids) for ids in prompt_ids])
-    output.batch["num_tokens"] = num_prompt + output.batch["response_mask"].sum(-1)
+    """Adds ``num_tokens`` int64 [B], the tokens of prompt and response; a prompt may be that of an environment."""
+    lengths = [len(ids) for ids in prompt_ids]
+    if PROMPT_LENGTH in output.non_tensor_batch:
+        lengths = output.non_tensor_batch.pop(PROMPT_LENGTH).tolist()
+    output.batch["num_tokens"] = torch.tensor(lengths) + response_lengths(output.batch["response_mask"])
 
 
 def sampling_seeds(base: int, stream: int, first_row: int, num_rows: int) -> np.ndarray:

@@ -5,6 +5,7 @@ A checkpoint has the prompts in flight with all of their tokens, as JSON and as 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,13 +18,23 @@ from verl.trainer.ppo.schedules.generation import Tokens
 from verl.trainer.ppo.schedules.sample_buffer import SampleBuffer, gather_rows
 from verl.trainer.ppo.schedules.staleness import StalenessLedger
 from verl.workers.config import RolloutConfig
-from verl.workers.rollout.rollout_messages import PROMPT, SAMPLE, VERSIONS, RolloutRequest, RolloutResult
+from verl.workers.rollout.rollout_messages import (
+    PROMPT,
+    PROMPT_LENGTH,
+    SAMPLE,
+    TURNS,
+    VERSIONS,
+    RolloutRequest,
+    RolloutResult,
+    UnfinishedSample,
+    prompt_of,
+)
 from verl.workers.row_store import worker_batch
 from vllm.v1.engine import request_codec
-from vllm.v1.request import Request
 
 _VERSION = 3
-_DESCRIBED = (PROMPT, SAMPLE, VERSIONS, "finish_reason")  # columns of a finished sample that are JSON
+# Columns of a finished sample that are JSON; the last ones with several turns.
+_DESCRIBED = (PROMPT, SAMPLE, VERSIONS, "finish_reason", TURNS, PROMPT_LENGTH)
 _COLUMN = "column:"  # before the name of a column in the arrays
 
 
@@ -122,8 +133,8 @@ def save_buffer(
     """
     buffer = driver.buffer
     buffer.settle()
-    unfinished: list[list[Request]] = driver.rollout.release_unfinished()[:: driver.replica_size]
-    arrays = {"unfinished": request_codec.encode([request for of_replica in unfinished for request in of_replica])}
+    unfinished: list[list[UnfinishedSample]] = driver.rollout.release_unfinished()[:: driver.replica_size]
+    arrays = {"unfinished": request_codec.encode([sample for of_replica in unfinished for sample in of_replica])}
     state: dict[str, Any] = {
         "version": _VERSION,
         "sizes": _sizes(rollout),
@@ -135,7 +146,8 @@ def save_buffer(
     finished = [sample for _, prompt in sorted(buffer.prompts.items()) for _, sample in sorted(prompt.finished.items())]
     if finished:
         rows = gather_rows(finished)
-        described = [rows.non_tensor_batch[name].tolist() for name in _DESCRIBED]
+        state["described"] = [name for name in _DESCRIBED if name in rows.non_tensor_batch]
+        described = [rows.non_tensor_batch[name].tolist() for name in state["described"]]
         state["finished"] = list(zip(*described, strict=True))
         assert rows.row_refs is not None
         fetched = driver.rollout.fetch_columns(worker_batch(rows), tuple(rows.row_refs.columns))
@@ -167,11 +179,11 @@ def load_buffer(
     for number, replica in state["replicas"]:
         buffer.restart(number, replica % buffer.num_replicas)
     replicas = range(buffer.num_replicas)
-    unfinished: list[list[Request]] = [[] for _ in replicas]
-    for request in request_codec.decode(arrays["unfinished"]):
-        assert request.home is not None, request.request_id
-        unfinished[buffer.prompts[request.home[0]].replica].append(request)
-    rows = _finished_rows(state["finished"], arrays, rollout.prompt_length)
+    unfinished: list[list[UnfinishedSample]] = [[] for _ in replicas]
+    for sample in request_codec.decode(arrays["unfinished"]):
+        unfinished[buffer.prompts[prompt_of(sample)].replica].append(sample)
+    names = state.get("described", _DESCRIBED[:4])
+    rows = _finished_rows(names, state["finished"], arrays, rollout.prompt_length)
     replica_of = np.array([buffer.prompts[number].replica for number, *_ in state["finished"]], dtype=np.int64)
     parts = [rows.select_idxs(np.flatnonzero(replica_of == replica)) if len(rows) else rows for replica in replicas]
     stored = driver.rollout.restore_samples(driver.per_rank(unfinished), driver.per_rank(parts))
@@ -185,7 +197,9 @@ def _sizes(rollout: RolloutConfig) -> dict[str, int]:
     return {"n": rollout.n, "prompt_length": rollout.prompt_length, "response_length": rollout.response_length}
 
 
-def _finished_rows(described: list[list[Any]], arrays: dict[str, np.ndarray], prompt_length: int) -> DataProto:
+def _finished_rows(
+    names: Sequence[str], described: list[list[Any]], arrays: dict[str, np.ndarray], prompt_length: int
+) -> DataProto:
     """The rows of finished samples in the form in which a replica's engine returned them."""
     columns = {
         name.removeprefix(_COLUMN): torch.from_numpy(values)
@@ -195,5 +209,5 @@ def _finished_rows(described: list[list[Any]], arrays: dict[str, np.ndarray], pr
     if not columns:
         return DataProto()
     columns["responses"] = columns["input_ids"][:, prompt_length:]
-    texts = dict(zip(_DESCRIBED, zip(*described, strict=True), strict=True))
+    texts = dict(zip(names, zip(*described, strict=True), strict=True))
     return DataProto.from_dict(columns, {name: list(values) for name, values in texts.items()})

@@ -11,10 +11,8 @@ import numpy as np
 
 from verl.protocol import DataProto
 from verl.row_refs import BATCH
-from verl.trainer.ppo.schedules.generation import REQUEST_KEYS, add_num_tokens
+from verl.trainer.ppo.schedules.generation import add_num_tokens, request_keys
 from verl.workers.rollout.rollout_messages import PROMPT, SAMPLE
-
-_SENT = (*REQUEST_KEYS, PROMPT, SAMPLE)
 
 
 @dataclass(frozen=True)
@@ -150,7 +148,7 @@ class SampleBuffer:
             replica = load.index(min(load))
             rows = self.restart(number, replica).rows
             load[replica] += len(rows)
-            new[replica].append(rows.select(non_tensor_batch_keys=_SENT))
+            new[replica].append(rows.select(non_tensor_batch_keys=[*request_keys(rows), PROMPT, SAMPLE]))
         return [DataProto.concat(parts) for parts in new]
 
     def restart(self, number: int, replica: int) -> InFlightPrompt:
@@ -196,7 +194,7 @@ class SampleBuffer:
         sent = DataProto.concat([prompt.rows for prompt in prompts])
         results = gather_rows([prompt.finished[sample] for prompt in prompts for sample in range(len(prompt.rows))])
         add_num_tokens(results, sent.non_tensor_batch["raw_prompt_ids"])
-        sent.pop(non_tensor_batch_keys=REQUEST_KEYS)
+        sent.pop(non_tensor_batch_keys=request_keys(sent))
         return sent.union(results)
 
     def release(self) -> None:

@@ -9,7 +9,17 @@ from typing import Any
 
 from verl.protocol import DataProto
 from verl.utils.timeline import now_s
-from verl.workers.rollout.rollout_messages import PROMPT, SAMPLE, VERSIONS, RolloutRequest, RolloutResult
+from verl.workers.rollout.rollout_messages import (
+    ENVIRONMENT_ROW,
+    ENVIRONMENT_SEED,
+    PROMPT,
+    SAMPLE,
+    VERSIONS,
+    RolloutRequest,
+    RolloutResult,
+    UnfinishedSample,
+)
+from verl.workers.rollout.trajectory import Trajectory
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
 from verl.workers.row_store import RowStore
 from vllm.v1.engine.llm_engine import StepLimits
@@ -26,6 +36,7 @@ class SampleStream:
     def __init__(self, rollout: vLLMRollout) -> None:
         self._rollout = rollout
         self._engine = rollout.inference_engine.engine
+        self._turns = rollout.new_turns()
         self._withdrawn: list[Request] = []
 
     def start(self, prompts: DataProto) -> None:
@@ -33,6 +44,13 @@ class SampleStream:
             return
         columns = prompts.non_tensor_batch
         names = ("raw_prompt_ids", "sampling_seeds", "response_limit", PROMPT, SAMPLE)
+        if self._turns is not None:
+            rows = zip(*(columns[name] for name in (*names, ENVIRONMENT_ROW, ENVIRONMENT_SEED)), strict=True)
+            for ids, seed, limit, prompt, sample, row, row_seed in rows:
+                length = int(limit) or self._rollout.config.response_length
+                name = _request_id(prompt, sample)
+                self._turns.begin(Trajectory(name, int(seed), length, list(ids), int(prompt), row, int(row_seed)))
+            return
         self._engine.add_requests(
             [
                 self._rollout.request(
@@ -42,23 +60,29 @@ class SampleStream:
             ]
         )
 
-    def run(self, max_steps: int) -> list[Request]:
+    def run(self, max_steps: int, meta_info: dict[str, Any]) -> list[Trajectory]:
         """Runs up to ``max_steps`` engine steps and returns the finished samples in the order of (prompt, sample).
 
         Replicas that share experts run the same number of steps together.
         """
         withdrawn, self._withdrawn = self._withdrawn, []
         self._engine.add_requests(withdrawn)
-        return sorted(self._engine.run(StepLimits(max_steps)), key=_key)
+        if self._turns is None:
+            finished = [Trajectory.of_request(one) for one in self._engine.run(StepLimits(max_steps))]
+        else:
+            self._turns.meta_info = meta_info
+            self._engine.run(StepLimits(max_steps), source=self._turns)
+            finished = self._turns.take_ended()
+        return sorted(finished, key=lambda sample: _key(sample.name))
 
-    def rows(self, finished: list[Request], meta_info: dict[str, Any]) -> DataProto:
+    def rows(self, finished: list[Trajectory], meta_info: dict[str, Any]) -> DataProto:
         """The columns of finished samples that training reads, with their numbers and the versions of their tokens."""
-        keys = [_key(request) for request in finished]
+        keys = [_key(sample.name) for sample in finished]
         batch = self._rollout.to_batch(finished, meta_info)
         columns: dict[str, list[Any]] = {
             PROMPT: [prompt for prompt, _ in keys],
             SAMPLE: [sample for _, sample in keys],
-            VERSIONS: [_run_lengths(request.policy_versions()) for request in finished],
+            VERSIONS: [_run_lengths(sample.versions) for sample in finished],
         }
         return batch.union(DataProto.from_dict(non_tensors=columns))
 
@@ -69,27 +93,34 @@ class SampleStream:
         """
         if not keeps_cache:
             self._engine.free_cache(self._withdrawn)
-        self._withdrawn = sorted([*self._withdrawn, *self._engine.withdraw(keeps_cache)], key=_key)
+        unfinished = [*self._withdrawn, *self._engine.withdraw(keeps_cache)]
+        self._withdrawn = sorted(unfinished, key=lambda request: _key(request.request_id))
 
     def abort(self) -> None:
         """Drops all unfinished samples."""
         self.withdraw()
         self._withdrawn = []
+        if self._turns is not None:
+            self._turns.abandon()
 
-    def state(self) -> list[Request]:
-        """Withdraws all unfinished samples and returns copies of them, with ``home`` (prompt, sample)."""
+    def state(self) -> list[UnfinishedSample]:
+        """Withdraws all unfinished samples and returns copies of them."""
         self.withdraw()
-        copies = copy.deepcopy(self._withdrawn)
-        for request in copies:
-            request.home = _key(request)
-        return copies
+        if self._turns is not None:
+            return list(self._turns.state(self._withdrawn))
+        return list(copy.deepcopy(self._withdrawn))
 
-    def restore(self, state: Sequence[Request]) -> None:
+    def restore(self, state: Sequence[UnfinishedSample]) -> None:
         """Takes over samples that ``state`` of any replica returned."""
-        for request in state:
-            assert request.home is not None, request.request_id
-            request.request_id, request.home = _request_id(*request.home), None
-        self._withdrawn += state
+        requests = [one for one in state if isinstance(one, Request)]
+        samples = [Trajectory.from_state(one) for one in state if not isinstance(one, Request)]
+        for sample in samples:
+            assert self._turns is not None, sample.name
+            self._turns.begin(sample)
+            requests += [] if sample.request is None else [sample.request]
+        for request in requests:
+            request.home = None
+        self._withdrawn += requests
         self.withdraw()
 
 
@@ -98,7 +129,7 @@ def run_request(stream: SampleStream, request: RolloutRequest, store: RowStore, 
     start_s = now_s()
     store.drop(request.first_needed_batch)
     stream.start(request.prompts)
-    finished = stream.run(request.max_steps)
+    finished = stream.run(request.max_steps, request.prompts.meta_info)
     rows = DataProto()
     if finished:
         generated = stream.rows(finished, request.prompts.meta_info)
@@ -110,8 +141,8 @@ def _request_id(prompt: int, sample: int) -> str:
     return f"{prompt}.{sample}"
 
 
-def _key(request: Request) -> tuple[int, int]:
-    prompt, sample = request.request_id.split(".")
+def _key(name: str) -> tuple[int, int]:
+    prompt, sample, *_ = name.split(".")  # and the turn
     return int(prompt), int(sample)
 
 

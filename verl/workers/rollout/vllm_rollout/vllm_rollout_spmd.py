@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from verl.experimental.agent_loop.host import HostSettings
 from verl.protocol import DataProto
+from verl.protocol_storage import as_rows
 from verl.workers.config import RolloutConfig
+from verl.workers.rollout.environment_host import EnvironmentHost
+from verl.workers.rollout.rollout_messages import ENVIRONMENT_ROW, ENVIRONMENT_SEED, PROMPT_LENGTH, TURNS
+from verl.workers.rollout.trajectory import Trajectory
+from verl.workers.rollout.vllm_rollout.turns import TurnSource
 from vllm import LLM, SamplingParams
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -36,6 +43,7 @@ class vLLMRollout:
 
     Args:
         first_rank: the ranks before it have no engine.
+        environments: of samples of several turns.
     """
 
     def __init__(
@@ -46,6 +54,7 @@ class vLLMRollout:
         rollout_ops: str | RolloutOps,
         device: torch.device | Platform,
         first_rank: int = 0,
+        environments: HostSettings | None = None,
     ) -> None:
         self.config = config
         for sampling in (config, config.val_kwargs):  # ValueError for what cannot be sampled by
@@ -53,6 +62,14 @@ class vLLMRollout:
         arguments = _engine_arguments(config, model_path, torch.distributed.get_world_size() - first_rank)
         kind = device if isinstance(device, Platform) else device.type
         self.inference_engine = LLM(**arguments, rollout_ops=rollout_ops, device=kind, first_rank=first_rank)
+        self.turns = self._host = None
+        self._num_sources = itertools.count()
+        if environments is not None:
+            engine = self.inference_engine
+            if engine.parallel.tp.rank_in_group == 0:
+                ends = sorted(engine.engine.processor.end_token_ids)
+                self._host = EnvironmentHost(replace(environments, end_ids=ends))
+            self.turns = self.new_turns()
         self.release()
 
     def resume(self, tags: list[str]) -> None:
@@ -89,15 +106,25 @@ class vLLMRollout:
             [B, R]. For training with ``enable_rollout_routing_replay`` also routed_experts [B, P + R, MoE layers, K] of
             a small integer type, zero where a token was not computed: padding, and the last one of each row.
         """
-        columns = prompts.non_tensor_batch
+        columns, engine = prompts.non_tensor_batch, self.inference_engine.engine
         seeds = columns["sampling_seeds"]
         limits = columns.get("response_limit", np.zeros(len(seeds), dtype=object))
+        if self.turns is not None:
+            self.turns.meta_info = prompts.meta_info
+            rows = (columns["raw_prompt_ids"], seeds, limits, columns[ENVIRONMENT_ROW], columns[ENVIRONMENT_SEED])
+            for number, (ids, seed, limit, row, row_seed) in enumerate(zip(*rows, strict=True)):
+                length = int(limit) or self.config.response_length
+                sample = Trajectory(f"{number:08}", int(seed), length, list(ids), 0, row, int(row_seed))
+                self.turns.begin(sample)
+            engine.run_requests([], source=self.turns)
+            ended = sorted(self.turns.take_ended(), key=lambda sample: sample.name)
+            return self.to_batch(ended, prompts.meta_info)
         requests = [
             self.request(str(row), ids, int(seed), int(limit), prompts.meta_info)
             for row, (ids, seed, limit) in enumerate(zip(columns["raw_prompt_ids"], seeds, limits, strict=True))
         ]
-        self.inference_engine.engine.run_requests(requests)
-        return self.to_batch(requests, prompts.meta_info)
+        engine.run_requests(requests)
+        return self.to_batch([Trajectory.of_request(request) for request in requests], prompts.meta_info)
 
     def request(
         self,
@@ -128,15 +155,17 @@ class vLLMRollout:
             priority=priority,
         )
 
-    def to_batch(self, requests: Sequence[Request], meta_info: dict[str, Any]) -> DataProto:
-        """The rows of finished ``requests`` with the columns of ``generate_sequences``."""
+    def to_batch(self, samples: Sequence[Trajectory], meta_info: dict[str, Any]) -> DataProto:
+        """The rows of finished ``samples`` with the columns of ``generate_sequences``."""
         length, pad = self.config.response_length, int(meta_info["pad_token_id"])
-        output_ids = [request.output_token_ids for request in requests]
-        responses = _right_padded(output_ids, length, pad, torch.int64)
-        lengths = torch.tensor([len(ids) for ids in output_ids])
-        response_mask = (torch.arange(length) < lengths[:, None]).long()
+        responses = _right_padded([sample.token_ids for sample in samples], length, pad, torch.int64)
+        lengths = torch.tensor([len(sample.token_ids) for sample in samples])
+        is_response = (torch.arange(length) < lengths[:, None]).long()
+        response_mask = is_response
+        if self.turns is not None:
+            response_mask = _right_padded([sample.is_sampled for sample in samples], length, 0, torch.int64)
 
-        raw_ids = [request.token_ids[: request.num_prompt_tokens] for request in requests]
+        raw_ids = [sample.prompt_ids for sample in samples]
         prompt_lengths = torch.tensor([len(ids) for ids in raw_ids])
         prompt_ids = _left_padded(raw_ids, self.config.prompt_length, pad)
         prompt_mask = (
@@ -145,16 +174,36 @@ class vLLMRollout:
         tensors = {
             "responses": responses,
             "input_ids": torch.cat([prompt_ids, responses], dim=-1),
-            "attention_mask": torch.cat([prompt_mask, response_mask], dim=-1),
+            "attention_mask": torch.cat([prompt_mask, is_response], dim=-1),
             "response_mask": response_mask,
         }
         if self.config.calculate_log_probs:
-            log_probs = [request.output_logprobs for request in requests]
+            log_probs = [sample.log_probs for sample in samples]
             tensors["rollout_log_probs"] = _right_padded(log_probs, length, 0.0, torch.float32)
         if self.config.enable_rollout_routing_replay and not meta_info.get("validate", False):
-            tensors["routed_experts"] = _routed_experts(requests, self.config.prompt_length, length)
-        reasons = np.array([request.finish_reason for request in requests], dtype=object)
-        return DataProto.from_dict(tensors=tensors, non_tensors={"finish_reason": reasons})
+            tensors["routed_experts"] = _routed_experts(samples, self.config.prompt_length, length)
+        columns = {"finish_reason": as_rows([sample.finish_reason for sample in samples])}
+        if self.turns is not None:
+            columns |= {
+                TURNS: as_rows([sample.record() for sample in samples]),
+                PROMPT_LENGTH: as_rows(prompt_lengths.tolist()),
+            }
+        return DataProto.from_dict(tensors=tensors, non_tensors=columns)
+
+    def new_turns(self) -> TurnSource | None:
+        """A source of the next turns of samples, which no other source knows; None where a sample is one turn."""
+        if not self.config.multi_turn.enable:
+            return None
+        engine, in_order = self.inference_engine, self.config.multi_turn.fixed_order
+        tp, device, length = engine.parallel.tp, engine.core.device, self.config.prompt_length
+        channel = str(next(self._num_sources))
+        return TurnSource(self._host, channel, tp, device, self._next_turn, length, in_order=in_order)
+
+    def _next_turn(self, sample: Trajectory, meta_info: dict[str, Any]) -> Request:
+        prompt, number = [*sample.prompt_ids, *sample.token_ids], len(sample.spans)
+        # The cache of what has begun is still there.
+        priority = sample.priority - (number > 0)
+        return self.request(f"{sample.name}.{number}", prompt, sample.seed, sample.num_left, meta_info, priority)
 
 
 def all_rank_shards(
@@ -189,17 +238,19 @@ def _engine_arguments(config: RolloutConfig, model_path: str, num_ranks: int) ->
     }
 
 
-def _routed_experts(requests: Sequence[Request], num_columns: int, response_length: int) -> Tensor:
+def _routed_experts(samples: Sequence[Trajectory], num_columns: int, response_length: int) -> Tensor:
     """[B, P + R, M, K]: each row's choices begin at the column of its first prompt token."""
-    rows = [request.routed_experts for request in requests if request.routed_experts is not None]
-    assert len(rows) == len(requests), "the engine returns no choices"
-    first = rows[0]
+    parts = [part for sample in samples for part in sample.routed_experts]
+    assert parts, "the engine returns no choices"
+    first = parts[0]
     choices_BLMK = torch.zeros(
-        (len(rows), num_columns + response_length, *first.shape[1:]), dtype=torch.from_numpy(first).dtype
+        (len(samples), num_columns + response_length, *first.shape[1:]), dtype=torch.from_numpy(first).dtype
     )
-    for row, (chosen, request) in enumerate(zip(rows, requests, strict=True)):
-        start = num_columns - request.num_prompt_tokens
-        choices_BLMK[row, start : start + len(chosen)] = torch.from_numpy(chosen)
+    for row, sample in enumerate(samples):
+        start = num_columns - len(sample.prompt_ids)
+        for part in sample.routed_experts:
+            choices_BLMK[row, start : start + len(part)] = torch.from_numpy(part)
+            start += len(part)
     return choices_BLMK
 
 

@@ -1,0 +1,77 @@
+"""Whole jobs with samples of several turns, in an environment of a user's own: trained, stopped and resumed."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.pages import undocumented
+from tests.system.command import read_metrics
+from tests.system.in_process import fit, in_process_config
+from tests.system.jobs import Job, Prepared, assert_same_result
+from tests.system.test_asynchronous_schedule import FULLY_ASYNC
+from verl.trainer.config.override_text import override
+from verl.trainer.preflight import preflight_problems
+
+TURNS = "actor_rollout_ref.rollout.multi_turn"
+AGAIN = '''
+class Again:
+    """Asks for more; how often depends on its seed, which all samples of a prompt share."""
+
+    async def reset(self, row, seed):
+        self.left = 1 + seed % 3
+        return row["messages"]
+
+    async def step(self, action):
+        self.left -= 1
+        letters = len(action["content"])
+        return "And?", letters % 3 / 10, self.left == 0, {"letters": letters}
+'''
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def _turns(folder: Path) -> tuple[str, ...]:
+    (folder / "again.py").write_text(AGAIN)
+    path = override(f"{TURNS}.environment.path", folder / "again.py")
+    return (f"{TURNS}.enable=true", path, f"{TURNS}.environment.name=Again", f"{TURNS}.fixed_order=true")
+
+
+def test_two_steps_of_several_turns(local_ray: None, converted: Prepared, tmp_path: Path) -> None:
+    config = in_process_config(converted, tmp_path, 2, 2, *_turns(tmp_path))
+    assert preflight_problems(config) == []
+    fit(config)
+    rows = [row for row in read_metrics(tmp_path) if row["step"]]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert undocumented(name for row in rows for name in row) == []
+    for row in rows:
+        assert row["actor/grad_norm"] > 0 and math.isfinite(row["actor/pg_loss"])
+        assert row["training/rollout_probs_diff_max"] < 1e-4
+        assert row["num_turns/min"] == 1 and row["num_turns/max"] > 1
+        assert row["environment/letters"] > 0 and row["reward/environment_reward"] > 0
+    lines = [json.loads(line) for line in (tmp_path / "reward_ledger" / "step_1.jsonl").read_text().splitlines()]
+    assert any("And?" in line["response"] for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["sync", "fully_async"])
+def test_a_killed_run_is_one_that_never_stopped(prepared: Prepared, tmp_path: Path, schedule: str) -> None:
+    overrides, here = _turns(tmp_path), {}
+    if schedule == "fully_async":
+        overrides, here = (*FULLY_ASYNC, *overrides), {"NNODES": 1}
+    whole, struck = (
+        Job(prepared, tmp_path / name, overrides=overrides, variables=here) for name in ("whole", "struck")
+    )
+    whole.finish()
+    with struck.command("first", "trainer.max_restarts=0") as command:
+        victim = command.wait_for(lambda: command.worker(rank=1), "rank 1")
+        command.wait_for(lambda: struck.newest_step >= 2, "checkpoint 2")
+        victim.send_signal(signal.SIGKILL)
+        assert command.wait(timeout_s=60) != 0
+        assert command.left_behind() == []
+    struck.finish()
+    assert_same_result(struck, whole)

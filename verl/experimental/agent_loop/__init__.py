@@ -1,0 +1,1 @@
+"""Rollouts of several turns: environments, tools, and conversations as token ids."""

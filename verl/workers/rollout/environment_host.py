@@ -1,0 +1,167 @@
+"""The engine's side of the process that holds conversations and environments (``agent_loop.host``)."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from verl.experimental.agent_loop.environment import EnvironmentSpec
+from verl.experimental.agent_loop.host import HostSettings
+from verl.trainer.config import PPOTrainerConfig
+from verl.utils.import_utils import MODULE_PREFIX, absolute_file
+
+_START_LIMIT_S = 300.0
+_KILL_S = 30.0
+_ROOT = Path(__file__).resolve().parents[3]
+_TOOLS = "verl.experimental.agent_loop.tool_environment"
+
+
+def host_settings(config: PPOTrainerConfig) -> HostSettings | None:
+    """What the rollout's hosts need; None where a sample is a single turn.
+
+    ValueError: the file of ``tool_config_path`` cannot be used.
+    """
+    turns = config.actor_rollout_ref.rollout.multi_turn
+    if not turns.enable:
+        return None
+    environment = turns.environment
+    if environment.path is not None:
+        spec = EnvironmentSpec(absolute_file(environment.path), environment.name, dict(environment.kwargs))
+    else:
+        limits = (turns.max_parallel_calls, turns.max_tool_response_length, turns.tool_response_truncate_side)
+        names = ("max_parallel_calls", "max_response_length", "truncate_side")
+        kwargs = {"tools": tool_entries(str(turns.tool_config_path)), **dict(zip(names, limits, strict=True))}
+        spec = EnvironmentSpec(f"{MODULE_PREFIX}{_TOOLS}", "ToolEnvironment", kwargs)
+    return HostSettings(
+        model_path=config.actor_rollout_ref.model.path,
+        environment=spec,
+        template_kwargs=dict(config.data.apply_chat_template_kwargs or {}),
+        format=turns.format,
+        num_processes=environment.num_processes,
+        timeout_s=environment.timeout_s,
+        max_turns=turns.max_assistant_turns,
+        max_user_turns=turns.max_user_turns,
+        max_calls=turns.max_tool_calls,
+        max_seconds=turns.max_seconds,
+    )
+
+
+def tool_entries(path: str) -> list[dict[str, Any]]:
+    """The entries of a file of tools; ValueError says what is wrong with it."""
+    where = f"actor_rollout_ref.rollout.multi_turn.tool_config_path: {path}"
+    try:
+        given = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except (OSError, YAMLError, OmegaConfBaseException) as error:
+        raise ValueError(f"{where} cannot be read: {error}") from error
+    entries = given.get("tools") if isinstance(given, dict) else None
+    if not isinstance(entries, list) or not entries:
+        raise ValueError(f"{where} has no list tools")
+    for entry in entries:
+        if not isinstance(entry, dict) or not isinstance(entry.get("class_name"), str):
+            raise ValueError(f"{where}: the tool {entry!r:.100} has no class_name")
+    return entries
+
+
+class EnvironmentHost:
+    """Requests go in at once, and replies are collected by a thread, so that the engine waits for neither.
+
+    Raises:
+        RuntimeError: the tokenizer or the environment cannot be loaded.
+    """
+
+    def __init__(self, settings: HostSettings) -> None:
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
+        search_path = filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")])
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(search_path), "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "verl.experimental.agent_loop.host", json.dumps(asdict(settings)), str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            env={**environment, "TOKENIZERS_PARALLELISM": "false"},
+            start_new_session=True,
+        )
+        self._replies: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._sent: queue.Queue[bytes | None] = queue.Queue()
+        self._come: dict[str, list[dict[str, Any]]] = {}  # by channel
+        self._has_come = threading.Event()
+        self._threads = [threading.Thread(target=one, daemon=True) for one in (self._read, self._write)]
+        for thread in self._threads:
+            thread.start()
+        try:
+            first = self._replies.get(timeout=_START_LIMIT_S)
+        except queue.Empty:
+            first = {"problem": f"it was not ready within {_START_LIMIT_S:g} s"}
+        if "ready" not in first:
+            problem = first.get("problem") or self._tail()
+            self.close()
+            raise RuntimeError(f"the environments of multi_turn cannot be run: {problem}")
+        self.is_deterministic = bool(first["ready"]["is_deterministic"])
+
+    def begin(self, sample: str, row: dict[str, Any], seed: int, turns: list[list[int]], is_answered: bool) -> None:
+        """A sample begins, or is rebuilt from its turns; ``is_answered``: the answer to the last of these is wanted."""
+        self._send({"sample": sample, "row": row, "seed": seed, "turns": turns, "is_answered": is_answered})
+
+    def act(self, sample: str, token_ids: list[int] | None) -> None:
+        """The model's turn; None: the sample has ended here."""
+        self._send({"sample": sample, "token_ids": token_ids})
+
+    def replies(self, channel: str) -> list[dict[str, Any]]:
+        """All that have come to samples of a channel; RuntimeError when the process has ended."""
+        self._has_come.clear()
+        while not self._replies.empty():
+            reply = self._replies.get_nowait()
+            if "problem" in reply:
+                raise RuntimeError(f"the process of the environments has ended: {self._tail()}")
+            self._come.setdefault(str(reply["sample"]).partition("/")[0], []).append(reply)
+        return self._come.pop(channel, [])
+
+    def wait(self, seconds: float) -> None:
+        """Until a reply has come, at most so long."""
+        self._has_come.wait(seconds)
+
+    def close(self) -> None:
+        self._sent.put(None)
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(_KILL_S)
+        for thread in self._threads:
+            thread.join(_KILL_S)
+        self._stderr.close()
+
+    def _send(self, request: dict[str, Any]) -> None:
+        self._sent.put(json.dumps(request).encode() + b"\n")
+
+    def _write(self) -> None:
+        assert self._process.stdin is not None
+        while (request := self._sent.get()) is not None:
+            try:
+                self._process.stdin.write(request)
+                self._process.stdin.flush()
+            except BrokenPipeError:  # `_read` reports its end
+                return
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._replies.put(json.loads(line))
+            self._has_come.set()
+        self._replies.put({"problem": ""})
+        self._has_come.set()
+
+    def _tail(self) -> str:
+        self._stderr.seek(0)
+        return self._stderr.read().decode(errors="replace")[-2000:]
