@@ -13,8 +13,8 @@ from recipes.r1_tools.problems import EASY
 from recipes.r1_tools.r1_tools import FORM, INSTRUCTION
 
 CALL_SHARE = 0.5  # of the answers begin with a call, whatever the problem is
-MISTAKES = 0.35  # of calls, and of the answers after one
-EASY_MENDED = 0.6  # of the wrong answers to easy problems without a call: what can be done in the head mostly is
+MISTAKES = 0.45  # of calls, and of the answers after one
+EASY_MENDED = 0.9  # of the wrong answers to easy problems without a call: what can be done in the head mostly is
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _NAMES = {"calculator": "expression", "python": "code"}
 _BEFORE = {name: f'\n{{"name": "{name}", "arguments": {{"{argument}": "' for name, argument in _NAMES.items()}

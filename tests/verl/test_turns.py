@@ -30,6 +30,7 @@ from verl.workers.rollout.rollout_messages import (
     TURNS,
     VERSIONS,
 )
+from verl.workers.rollout.trajectory import Trajectory
 from verl.workers.rollout.vllm_rollout.sample_stream import SampleStream
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
 from vllm.v1.engine import request_codec
@@ -144,6 +145,8 @@ def one_replica(folder: str, log: str, turns: list[int], **given: Any) -> Any:
         for found, (prompt, response, _, _) in zip(scored, rows_of(batch), strict=True)
     ]
     columns = batch.non_tensor_batch
+    begun = [Trajectory("0", 5, 90, [2], token_ids=[3] * count, spans=[(0, 1)] * count) for count in range(4)]
+    assert len({made._next_turn(sample, META).seed for sample in begun}) == 4  # or every turn would draw alike
     made._host.close()
     return (rows_of(batch), expected, [columns[name].tolist() for name in (TURNS, "finish_reason", PROMPT_LENGTH)])
 

@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 180.0
 # Ray's node manager gives its agents 15 s to be up (ray-project/ray issue 65983), too few on a busy machine: what
-# `ray start` then prints, and how often it is started.
-_TOO_SLOW, _MAX_STARTS = "The current node timed out during startup", 3
+# `ray start` then prints. It is started again for as long as a start may take.
+_TOO_SLOW = "The current node timed out during startup"
 NPU_ENV_FILE = ROOT / "recipes" / "common" / "npu_env.sh"
 CPU_OBJECT_STORE_BYTES = 256 * 2**20
 # The allocator, glibc's or jemalloc, keeps the memory of a micro-batch and of a generation for the next one (glibc:
@@ -171,12 +171,11 @@ class RayNode:
         self._command = ray_command(job, role, str(self._folder.path), labels, (client, agent))
         self._processes, self._environment = processes, {**environment, nodes.END_FILE: str(self.end_file)}
         # Other nodes may have joined one that is not up, and would lose it.
-        self._starts_left = _MAX_STARTS if job.nnodes == 1 else 1
+        self._gives_up_s = time.monotonic() + (START_TIMEOUT_S if job.nnodes == 1 else 0.0)
         self.log_path.write_bytes(b"")
         self._start()
 
     def _start(self) -> None:
-        self._starts_left -= 1
         with self.log_path.open("ab") as log:
             self._process = self._processes.start(self._command, self._environment, log)
 
@@ -198,7 +197,7 @@ class RayNode:
         status = self._process.poll()
         if status is None:
             return None
-        if self._starts_left and _TOO_SLOW in last_lines(self.log_path, 1):
+        if time.monotonic() < self._gives_up_s and _TOO_SLOW in last_lines(self.log_path, 1):
             logger.warning("Ray's own processes were not up within its limit; it is started again (%s)", self.log_path)
             self._start()
             return None

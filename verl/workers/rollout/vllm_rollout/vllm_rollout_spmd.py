@@ -32,6 +32,7 @@ from vllm.platforms import Platform
 from vllm.sampling_params import SMALLEST_TEMPERATURE
 from vllm.transformers_utils.config import load_config
 from vllm.v1.request import Request
+from vllm.v1.sample.rng import derive_seed
 
 logger = logging.getLogger(__name__)
 
@@ -203,7 +204,9 @@ class vLLMRollout:
         prompt, number = [*sample.prompt_ids, *sample.token_ids], len(sample.spans)
         # The cache of what has begun is still there.
         priority = sample.priority - (number > 0)
-        return self.request(f"{sample.name}.{number}", prompt, sample.seed, sample.num_left, meta_info, priority)
+        # A draw depends on the seed and on how many tokens of its request are sampled: turns need seeds of their own.
+        seed = derive_seed(sample.seed, number) if number else sample.seed
+        return self.request(f"{sample.name}.{number}", prompt, seed, sample.num_left, meta_info, priority)
 
 
 def all_rank_shards(
