@@ -145,7 +145,7 @@ def one_replica(folder: str, log: str, turns: list[int], **given: Any) -> Any:
         for found, (prompt, response, _, _) in zip(scored, rows_of(batch), strict=True)
     ]
     columns = batch.non_tensor_batch
-    begun = [Trajectory("0", 5, 90, [2], token_ids=[3] * count, spans=[(0, 1)] * count) for count in range(4)]
+    begun = [Trajectory("0", 5, 90, [2], spans=[(0, 1)] * count) for count in range(4)]
     assert len({made._next_turn(sample, META).seed for sample in begun}) == 4  # or every turn would draw alike
     made._host.close()
     return (rows_of(batch), expected, [columns[name].tolist() for name in (TURNS, "finish_reason", PROMPT_LENGTH)])
@@ -250,7 +250,7 @@ def moved(folder: str, turns: list[int]) -> Any:
                 stream.abort()
                 stream = SampleStream(made)
                 stream.restore(state)
-        parts.sort(key=lambda sample: sample.name)
+        parts.sort(key=lambda sample: sample.request_id)
         batch = stream.rows(parts, META)
         keys = [batch.non_tensor_batch[name].tolist() for name in (PROMPT, SAMPLE, VERSIONS, TURNS)]
         for record in keys[-1]:

@@ -18,7 +18,6 @@ from mindspeed_llm.plain_config import write_plain_config
 from tests.vllm.serving import write_served_checkpoint
 from tests.vllm.tiny import write_checkpoint
 from verl.workers.config import RolloutConfig
-from verl.workers.rollout.trajectory import Trajectory
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.entrypoints.openai.api_server import serve_in_background
@@ -44,13 +43,11 @@ def test_both_files_name_end_tokens(tmp_path: Path) -> None:
     assert ends(llm) == (free[:first], "stop")
     assert ends(llm, ignore_eos=True) == (free, "length")
 
-    rollout: Any = SimpleNamespace(
-        config=RolloutConfig(prompt_length=4, response_length=24), inference_engine=llm, turns=None
-    )
+    rollout: Any = SimpleNamespace(config=RolloutConfig(prompt_length=4, response_length=24), inference_engine=llm)
     meta = {"eos_token_id": 0, "pad_token_id": 0, "do_sample": False}
     request = vLLMRollout.request(rollout, "0", PROMPT["prompt_token_ids"], 1, 0, meta)
     llm.engine.run_requests([request])
-    batch = vLLMRollout.to_batch(rollout, [Trajectory.of_request(request)], meta)
+    batch = vLLMRollout.to_batch(rollout, [request], meta)
     assert batch.batch["response_mask"].sum() == first and batch.batch["responses"][0, first - 1] == end
     assert batch.non_tensor_batch["finish_reason"].tolist() == ["stop"]
 

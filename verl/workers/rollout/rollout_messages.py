@@ -20,7 +20,7 @@ UnfinishedSample: TypeAlias = Request | dict[str, Any]
 
 def prompt_of(sample: UnfinishedSample) -> int:
     """The number of an unfinished sample's prompt, with which its name begins."""
-    return int((sample.request_id if isinstance(sample, Request) else str(sample["name"])).split(".")[0])
+    return int((sample.request_id if isinstance(sample, Request) else str(sample["request_id"])).split(".")[0])
 
 
 @dataclass(frozen=True)

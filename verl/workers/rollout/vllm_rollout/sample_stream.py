@@ -47,7 +47,8 @@ class SampleStream:
         if self._turns is not None:
             rows = zip(*(columns[name] for name in (*names, ENVIRONMENT_ROW, ENVIRONMENT_SEED)), strict=True)
             for ids, seed, limit, prompt, sample, row, row_seed in rows:
-                length = int(limit) or self._rollout.config.response_length
+                most = self._rollout.config.response_length
+                length = min(int(limit) or most, most)
                 name = _request_id(prompt, sample)
                 self._turns.begin(Trajectory(name, int(seed), length, list(ids), int(prompt), row, int(row_seed)))
             return
@@ -60,29 +61,28 @@ class SampleStream:
             ]
         )
 
-    def run(self, max_steps: int, meta_info: dict[str, Any]) -> list[Trajectory]:
+    def run(self, max_steps: int, meta_info: dict[str, Any]) -> list[Request | Trajectory]:
         """Runs up to ``max_steps`` engine steps and returns the finished samples in the order of (prompt, sample).
 
         Replicas that share experts run the same number of steps together.
         """
         withdrawn, self._withdrawn = self._withdrawn, []
         self._engine.add_requests(withdrawn)
-        if self._turns is None:
-            finished = [Trajectory.of_request(one) for one in self._engine.run(StepLimits(max_steps))]
-        else:
+        if self._turns is not None:
             self._turns.meta_info = meta_info
-            self._engine.run(StepLimits(max_steps), source=self._turns)
+        finished: Sequence[Request | Trajectory] = self._engine.run(StepLimits(max_steps), source=self._turns)
+        if self._turns is not None:
             finished = self._turns.take_ended()
-        return sorted(finished, key=lambda sample: _key(sample.name))
+        return sorted(finished, key=_key)
 
-    def rows(self, finished: list[Trajectory], meta_info: dict[str, Any]) -> DataProto:
+    def rows(self, finished: list[Request | Trajectory], meta_info: dict[str, Any]) -> DataProto:
         """The columns of finished samples that training reads, with their numbers and the versions of their tokens."""
-        keys = [_key(sample.name) for sample in finished]
+        keys = [_key(sample) for sample in finished]
         batch = self._rollout.to_batch(finished, meta_info)
         columns: dict[str, list[Any]] = {
             PROMPT: [prompt for prompt, _ in keys],
             SAMPLE: [sample for _, sample in keys],
-            VERSIONS: [_run_lengths(sample.versions) for sample in finished],
+            VERSIONS: [_run_lengths(sample.policy_versions()) for sample in finished],
         }
         return batch.union(DataProto.from_dict(non_tensors=columns))
 
@@ -94,7 +94,7 @@ class SampleStream:
         if not keeps_cache:
             self._engine.free_cache(self._withdrawn)
         unfinished = [*self._withdrawn, *self._engine.withdraw(keeps_cache)]
-        self._withdrawn = sorted(unfinished, key=lambda request: _key(request.request_id))
+        self._withdrawn = sorted(unfinished, key=_key)
 
     def abort(self) -> None:
         """Drops all unfinished samples."""
@@ -115,7 +115,7 @@ class SampleStream:
         requests = [one for one in state if isinstance(one, Request)]
         samples = [Trajectory.from_state(one) for one in state if not isinstance(one, Request)]
         for sample in samples:
-            assert self._turns is not None, sample.name
+            assert self._turns is not None, sample.request_id
             self._turns.begin(sample)
             requests += [] if sample.request is None else [sample.request]
         for request in requests:
@@ -141,9 +141,9 @@ def _request_id(prompt: int, sample: int) -> str:
     return f"{prompt}.{sample}"
 
 
-def _key(name: str) -> tuple[int, int]:
-    prompt, sample, *_ = name.split(".")  # and the turn
-    return int(prompt), int(sample)
+def _key(sample: Request | Trajectory) -> tuple[int, int]:
+    prompt, number, *_ = sample.request_id.split(".")  # and the turn
+    return int(prompt), int(number)
 
 
 def _run_lengths(versions: list[int]) -> list[list[int]]:

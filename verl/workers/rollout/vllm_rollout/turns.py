@@ -123,7 +123,7 @@ class TurnSource:
             sample.problem = f"its prompt has {len(reply['token_ids'])} tokens, over data.max_prompt_length"
             self._end(name, sample, "prompt_too_long")
         elif not sample.spans:
-            sample.prompt_ids = reply["token_ids"]
+            sample.token_ids = reply["token_ids"]
             return True
         elif len(reply["token_ids"]) >= sample.num_left:
             self._end(name, sample, "length")

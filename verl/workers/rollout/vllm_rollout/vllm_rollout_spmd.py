@@ -114,18 +114,18 @@ class vLLMRollout:
             self.turns.meta_info = prompts.meta_info
             rows = (columns["raw_prompt_ids"], seeds, limits, columns[ENVIRONMENT_ROW], columns[ENVIRONMENT_SEED])
             for number, (ids, seed, limit, row, row_seed) in enumerate(zip(*rows, strict=True)):
-                length = int(limit) or self.config.response_length
+                length = min(int(limit) or self.config.response_length, self.config.response_length)
                 sample = Trajectory(f"{number:08}", int(seed), length, list(ids), 0, row, int(row_seed))
                 self.turns.begin(sample)
             engine.run_requests([], source=self.turns)
-            ended = sorted(self.turns.take_ended(), key=lambda sample: sample.name)
+            ended = sorted(self.turns.take_ended(), key=lambda sample: sample.request_id)
             return self.to_batch(ended, prompts.meta_info)
         requests = [
             self.request(str(row), ids, int(seed), int(limit), prompts.meta_info)
             for row, (ids, seed, limit) in enumerate(zip(columns["raw_prompt_ids"], seeds, limits, strict=True))
         ]
         engine.run_requests(requests)
-        return self.to_batch([Trajectory.of_request(request) for request in requests], prompts.meta_info)
+        return self.to_batch(requests, prompts.meta_info)
 
     def request(
         self,
@@ -156,17 +156,17 @@ class vLLMRollout:
             priority=priority,
         )
 
-    def to_batch(self, samples: Sequence[Trajectory], meta_info: dict[str, Any]) -> DataProto:
+    def to_batch(self, samples: Sequence[Request | Trajectory], meta_info: dict[str, Any]) -> DataProto:
         """The rows of finished ``samples`` with the columns of ``generate_sequences``."""
         length, pad = self.config.response_length, int(meta_info["pad_token_id"])
-        responses = _right_padded([sample.token_ids for sample in samples], length, pad, torch.int64)
-        lengths = torch.tensor([len(sample.token_ids) for sample in samples])
-        is_response = (torch.arange(length) < lengths[:, None]).long()
-        response_mask = is_response
-        if self.turns is not None:
-            response_mask = _right_padded([sample.is_sampled for sample in samples], length, 0, torch.int64)
+        responses = _right_padded([sample.output_token_ids for sample in samples], length, pad, torch.int64)
+        lengths = torch.tensor([sample.num_output_tokens for sample in samples])
+        is_response = response_mask = (torch.arange(length) < lengths[:, None]).long()
+        of_turns = [sample for sample in samples if isinstance(sample, Trajectory)]
+        if of_turns:
+            response_mask = _right_padded([sample.is_sampled for sample in of_turns], length, 0, torch.int64)
 
-        raw_ids = [sample.prompt_ids for sample in samples]
+        raw_ids = [sample.token_ids[: sample.num_prompt_tokens] for sample in samples]
         prompt_lengths = torch.tensor([len(ids) for ids in raw_ids])
         prompt_ids = _left_padded(raw_ids, self.config.prompt_length, pad)
         prompt_mask = (
@@ -179,14 +179,14 @@ class vLLMRollout:
             "response_mask": response_mask,
         }
         if self.config.calculate_log_probs:
-            log_probs = [sample.log_probs for sample in samples]
+            log_probs = [sample.output_logprobs for sample in samples]
             tensors["rollout_log_probs"] = _right_padded(log_probs, length, 0.0, torch.float32)
         if self.config.enable_rollout_routing_replay and not meta_info.get("validate", False):
             tensors["routed_experts"] = _routed_experts(samples, self.config.prompt_length, length)
         columns = {"finish_reason": as_rows([sample.finish_reason for sample in samples])}
-        if self.turns is not None:
+        if of_turns:
             columns |= {
-                TURNS: as_rows([sample.record() for sample in samples]),
+                TURNS: as_rows([sample.record() for sample in of_turns]),
                 PROMPT_LENGTH: as_rows(prompt_lengths.tolist()),
             }
         return DataProto.from_dict(tensors=tensors, non_tensors=columns)
@@ -201,12 +201,13 @@ class vLLMRollout:
         return TurnSource(self._host, channel, tp, device, self._next_turn, length, in_order=in_order)
 
     def _next_turn(self, sample: Trajectory, meta_info: dict[str, Any]) -> Request:
-        prompt, number = [*sample.prompt_ids, *sample.token_ids], len(sample.spans)
+        number = len(sample.spans)
         # The cache of what has begun is still there.
         priority = sample.priority - (number > 0)
         # A draw depends on the seed and on how many tokens of its request are sampled: turns need seeds of their own.
         seed = derive_seed(sample.seed, number) if number else sample.seed
-        return self.request(f"{sample.name}.{number}", prompt, seed, sample.num_left, meta_info, priority)
+        name = f"{sample.request_id}.{number}"
+        return self.request(name, sample.token_ids, seed, sample.num_left, meta_info, priority)
 
 
 def all_rank_shards(
@@ -241,19 +242,18 @@ def _engine_arguments(config: RolloutConfig, model_path: str, num_ranks: int) ->
     }
 
 
-def _routed_experts(samples: Sequence[Trajectory], num_columns: int, response_length: int) -> Tensor:
+def _routed_experts(samples: Sequence[Request | Trajectory], num_columns: int, response_length: int) -> Tensor:
     """[B, P + R, M, K]: each row's choices begin at the column of its first prompt token."""
-    parts = [part for sample in samples for part in sample.routed_experts]
-    assert parts, "the engine returns no choices"
-    first = parts[0]
+    rows = [sample.routed_experts for sample in samples]
+    first = next((row for row in rows if row is not None), None)
+    assert first is not None, "the engine returns no choices"
     choices_BLMK = torch.zeros(
-        (len(samples), num_columns + response_length, *first.shape[1:]), dtype=torch.from_numpy(first).dtype
+        (len(rows), num_columns + response_length, *first.shape[1:]), dtype=torch.from_numpy(first).dtype
     )
-    for row, sample in enumerate(samples):
-        start = num_columns - len(sample.prompt_ids)
-        for part in sample.routed_experts:
-            choices_BLMK[row, start : start + len(part)] = torch.from_numpy(part)
-            start += len(part)
+    for row, (chosen, sample) in enumerate(zip(rows, samples, strict=True)):
+        if chosen is not None:  # else its environment did not begin
+            start = num_columns - sample.num_prompt_tokens
+            choices_BLMK[row, start : start + len(chosen)] = torch.from_numpy(chosen)
     return choices_BLMK
 
 
