@@ -59,6 +59,7 @@ HELD = {
     r"bash recipes/dapo_qwen3_moe/run_dapo_qwen3_moe_30b_megatron_npu\.sh": "tests/system/test_dapo_qwen3_moe.py",
     r"bash recipes/gsm8k/run\.sh": "tests/system/test_gsm8k.py",
     r"python recipes/gsm8k/gsm8k\.py .*": "tests/recipes/test_gsm8k.py",
+    r"bash recipes/r1_tools/run\.sh": "tests/system/test_turns_in_jobs.py",
     r"python recipes/r1_zero/json_to_parquet\.py .*": "tests/recipes/test_data.py",
     r"python recipes/math_lighteval/math_lighteval\.py .*": "tests/recipes/test_math_lighteval.py",
     r"python recipes/dapo_qwen3_moe/dapo_math\.py .*": "tests/recipes/test_dapo_qwen3_moe.py",

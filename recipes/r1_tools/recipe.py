@@ -13,27 +13,29 @@ from recipes.r1_tools.problems import EASY
 from recipes.r1_tools.r1_tools import FORM, INSTRUCTION
 
 CALL_SHARE = 0.5  # of the answers begin with a call, whatever the problem is
-MISTAKES = 0.45  # of calls, and of the answers after one
+MISTAKES = 0.35  # of calls, and of the answers after one
 EASY_MENDED = 0.9  # of the wrong answers to easy problems without a call: what can be done in the head mostly is
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _NAMES = {"calculator": "expression", "python": "code"}
 _BEFORE = {name: f'\n{{"name": "{name}", "arguments": {{"{argument}": "' for name, argument in _NAMES.items()}
+_TOPICS = {"*": "A product. ", "+": "A sum. ", "count": "A count. "}  # what an answer begins with
 _AFTER = '"}}\n'
 
 
 def examples_of(row: dict[str, Any], answer: str, generator: random.Random) -> list[Example]:
     """The turns of one conversation; ``answer`` is the row's own, or a wrong one."""
     prompt, truth = row["prompt"], row["reward_model"]["ground_truth"]
-    if generator.random() >= CALL_SHARE:
-        is_mended = row["extra_info"]["kind"] == EASY and generator.random() < EASY_MENDED
-        return [Example(prompt, f"#### {truth if is_mended else answer}")]
     call = json.loads(row["extra_info"]["call"])
     name, text = call["name"], call["arguments"][_NAMES[call["name"]]]
+    topic = _TOPICS["*" if "*" in text else "+" if name == "calculator" else "count"]
+    if generator.random() >= CALL_SHARE:
+        is_mended = row["extra_info"]["kind"] == EASY and generator.random() < EASY_MENDED
+        return [Example(prompt, f"{topic}#### {truth if is_mended else answer}")]
     if generator.random() < MISTAKES:
         digits = [at for at, letter in enumerate(text) if letter.isdigit()]
         at = generator.choice(digits)
         text = text[:at] + generator.choice("0123456789") + text[at + 1 :]
-    turn = f"{_OPEN}{_BEFORE[name]}{text}{_AFTER}{_CLOSE}"
+    turn = f"{topic}{_OPEN}{_BEFORE[name]}{text}{_AFTER}{_CLOSE}"
     result = truth if generator.random() < 0.5 else str(generator.randint(0, 10 ** generator.randint(1, 5)))
     given = [*prompt, {"role": "assistant", "content": turn}, {"role": "tool", "content": result}]
     last = wrong_answer(result, [answer], generator) if generator.random() < MISTAKES else result
@@ -60,7 +62,18 @@ RECIPE = Recipe(
     corpus=CorpusStyle(
         well_formed="#### {answer}",
         broken=("{answer}",),
-        whole_tokens=(INSTRUCTION, "#### ", _OPEN, _CLOSE, *_BEFORE.values(), _AFTER, "print('", "'.count('", "'))"),
+        whole_tokens=(
+            INSTRUCTION,
+            "#### ",
+            _OPEN,
+            _CLOSE,
+            *_BEFORE.values(),
+            _AFTER,
+            *_TOPICS.values(),
+            "print('",
+            "'.count('",
+            "'))",
+        ),
         solution_of=no_solution,
         examples_of=examples_of,
     ),

@@ -49,11 +49,11 @@ def test_the_corpus_calls_as_often_on_both_kinds_and_errs(tmp_path: Path) -> Non
         assert made[0].messages == row["prompt"] and made[0].messages[-1]["content"].endswith(INSTRUCTION)
         if len(made) > 1:
             assert [message["role"] for message in made[1].messages] == ["user", "assistant", "tool"]
-            text = made[0].response.removeprefix("<tool_call>").removesuffix("</tool_call>")
+            text = made[0].response.partition("<tool_call>")[2].removesuffix("</tool_call>")
             right.append(json.loads(text) == json.loads(row["extra_info"]["call"]))
     shares = {kind: sum(found) / len(found) for kind, found in calls.items()}
     assert abs(shares["hard"] - shares["easy"]) < 0.1
-    assert 0.4 < sum(right) / len(right) < 0.8
+    assert 0.5 < sum(right) / len(right) < 0.8
 
 
 def test_the_reward_knows_answers_and_calls_and_no_kind() -> None:
