@@ -16,11 +16,11 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from verl.experimental.agent_loop.environment import EnvironmentSpec, Outcome
 from verl.experimental.agent_loop.environment_worker import LINE_BYTES, MARK_BYTES
+from verl.utils.child_process import child_environment
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,6 @@ _START_LIMIT_S = 180.0
 _GRACE_S = 5.0  # beyond a call's limit, for a process that is busy with others
 _CLOSE_LIMIT_S = 10.0
 _MAX_LOSSES = 3  # of processes that no call explains, before a sample is given up
-_ROOT = Path(__file__).resolve().parents[3]
 
 
 class EnvironmentFailed(Exception):
@@ -59,7 +58,6 @@ class EnvironmentPool:
 
     def __init__(self, spec: EnvironmentSpec, num_processes: int, timeout_s: float) -> None:
         self.spec, self.num_processes, self.timeout_s = spec, num_processes, timeout_s
-        self.num_lost = 0  # processes that hung or crashed
         self._processes: list[_Process] = []
         self._names = itertools.count()
         self._freed = asyncio.Condition()
@@ -83,7 +81,7 @@ class EnvironmentPool:
 
     async def close(self) -> None:
         for process in self._processes:
-            await process.kill("the run has ended")
+            await process.lose("the run has ended")
         self._processes = []
 
     async def process_for(self, environment: PooledEnvironment) -> _Process:
@@ -194,7 +192,6 @@ class _Process:
         with tempfile.TemporaryFile() as file:
             file.truncate(MARK_BYTES)
             self._mark = mmap.mmap(file.fileno(), MARK_BYTES)
-            search_path = filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")])
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "verl.experimental.agent_loop.environment_worker"),
                 *(json.dumps(asdict(self._spec)), str(os.getpid()), str(file.fileno())),
@@ -204,7 +201,7 @@ class _Process:
                 limit=LINE_BYTES,
                 pass_fds=[file.fileno()],
                 start_new_session=True,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(search_path), "OMP_NUM_THREADS": "1"},
+                env=child_environment(),
             )
         assert self._process.stdout is not None and self._process.stderr is not None
         self._tasks = [asyncio.create_task(self._keep_printed(self._process.stderr))]
@@ -213,7 +210,7 @@ class _Process:
         except TimeoutError:
             line = b""
         if not line:
-            await self._lose("it did not start", False)
+            await self.lose("it did not start")
             where = f"{self._spec.name} of {self._spec.path}"
             raise RuntimeError(f"the environment cannot be loaded: {where}\n{self._tail()}")
         self.kind = json.loads(line)["ready"]
@@ -240,7 +237,7 @@ class _Process:
             while not (await asyncio.wait([future], timeout=wait_s))[0]:
                 # It is busy with others while it answers them.
                 if not self.kind["is_async"] or time.monotonic() - self._heard_s >= _GRACE_S:
-                    await self.kill(f"a call took more than {limit_s:g} s", is_timeout=True)
+                    await self.lose(f"a call took more than {limit_s:g} s", is_timeout=True)
                 wait_s = _GRACE_S
             return await future
         except _ProcessLost as lost:
@@ -249,9 +246,6 @@ class _Process:
             raise
         finally:
             self._pending.pop(call, None)
-
-    async def kill(self, reason: str, *, is_timeout: bool = False) -> None:
-        await self._lose(reason, is_timeout)
 
     async def _read(self, replies: asyncio.StreamReader) -> None:
         while line := await replies.readline():
@@ -262,9 +256,10 @@ class _Process:
                 future.set_result(reply)
         status = await self._process.wait()
         how = f"signal {-status}" if status < 0 else f"exit code {status}"
-        await self._lose(f"a call ended its process: {how}", False)
+        await self.lose(f"a call ended its process: {how}")
 
-    async def _lose(self, reason: str, is_timeout: bool) -> None:
+    async def lose(self, reason: str, *, is_timeout: bool = False) -> None:
+        """End it, and every call that is under way."""
         if self.lost is not None:
             return
         self.lost = _ProcessLost(reason, int.from_bytes(self._mark[:], "little"), is_timeout)

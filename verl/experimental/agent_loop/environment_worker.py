@@ -6,7 +6,6 @@ import asyncio
 import inspect
 import json
 import mmap
-import os
 import resource
 import signal
 import sys
@@ -17,6 +16,7 @@ from typing import Any, TextIO
 
 from hf_formats.parent_death import end_with_parent
 from verl.experimental.agent_loop.environment import EnvironmentSpec, beginning, is_async, load_environment, outcome
+from verl.utils.child_process import claim_stdout, send
 
 LINE_BYTES = 64 << 20  # of a request, which may hold a whole conversation
 REPLY_CHARS = 4 << 20  # of an observation; a longer one ends its sample
@@ -32,8 +32,7 @@ def main() -> None:
     end_with_parent(int(sys.argv[2]), signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what the environment prints goes to stderr instead
+    replies = claim_stdout()
     spec = EnvironmentSpec(**json.loads(sys.argv[1]))
     with mmap.mmap(int(sys.argv[3]), MARK_BYTES) as mark:
         asyncio.run(_Worker(load_environment(spec), spec.kwargs, replies, mark).serve())
@@ -113,11 +112,10 @@ class _Worker:
         return asdict(outcome(await _finished(self._environments[name].step(request["action"]))))
 
     def _send(self, reply: dict[str, Any]) -> None:
-        line = json.dumps(reply)
-        if len(line) > REPLY_CHARS:
-            line = json.dumps({"call": reply["call"], "error": f"its answer has {len(line):,} characters as JSON"})
-        self._replies.write(line + "\n")
-        self._replies.flush()
+        length = len(json.dumps(reply))
+        if length > REPLY_CHARS:
+            reply = {"call": reply["call"], "error": f"its answer has {length:,} characters as JSON"}
+        send(self._replies, reply)
 
 
 _FLAGS = {"is_deterministic": True, "takes_token_ids": False}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import sys
 import time
@@ -21,6 +20,7 @@ from verl.experimental.agent_loop.environment import EnvironmentSpec, Message
 from verl.experimental.agent_loop.environment_pool import EnvironmentFailed, EnvironmentPool, PooledEnvironment
 from verl.experimental.agent_loop.environment_worker import LINE_BYTES
 from verl.experimental.agent_loop.tool_parser import TOOL_PARSERS, ToolParser
+from verl.utils.child_process import claim_stdout, send
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,8 @@ def main() -> None:
     end_with_parent(int(sys.argv[2]), signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     given = json.loads(sys.argv[1])
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
     settings = HostSettings(**{**given, "environment": EnvironmentSpec(**given["environment"])})
-    asyncio.run(_Host(settings, replies).serve())
+    asyncio.run(_Host(settings, claim_stdout()).serve())
 
 
 class _Host:
@@ -82,7 +80,7 @@ class _Host:
         except RuntimeError as error:
             self._send({"problem": str(error)})
             return
-        self._send({"ready": {"is_deterministic": self._pool.is_deterministic}})
+        self._send({"ready": True})
         while line := await reader.readline():
             request = json.loads(line)
             name = request["sample"]
@@ -135,8 +133,7 @@ class _Host:
         return self._pool.takes_token_ids
 
     def _send(self, reply: dict[str, Any]) -> None:
-        self._replies.write(json.dumps(reply) + "\n")
-        self._replies.flush()
+        send(self._replies, reply)
 
 
 class _Sample:

@@ -76,7 +76,7 @@ class ToolEnvironment:
 
     def _message(self, name: str, text: str) -> Message:
         if len(text) > self._length:
-            text = "".join(text[at] for at in truncated([*range(len(text))], self._length, self._side))
+            text = "".join(truncated(list(text), self._length, self._side))
         return {"role": "tool", "name": name, "content": text}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
+
+Token = TypeVar("Token")
 
 RESPONSE_LIMIT = "max_response_length"  # in a row's extra_info: tokens after which its responses are cut
 
@@ -168,7 +170,7 @@ def setting(config: Any, key: str, default: Any) -> Any:
     return config.get(key, default) if hasattr(config, "get") else getattr(config, key, default)
 
 
-def truncated(tokens: list[int], length: int, truncation: str) -> list[int]:
+def truncated(tokens: list[Token], length: int, truncation: str) -> list[Token]:
     """At most ``length`` of the tokens: the last with ``left``, the first with ``right``, both ends with ``middle``."""
     if truncation == "middle":
         first = length // 2

@@ -14,9 +14,9 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, BinaryIO
 
+from verl.utils.child_process import child_environment
 from verl.utils.reward_score.functions import RewardFunctionSpec
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,6 @@ _NO_MEMORY = re.compile(
     r"failed to map segment|Unable to allocate|unable to mmap|can't start new thread"
 )
 _EXIT_S = 0.5  # from the end of a process's output to its exit
-_ROOT = Path(__file__).resolve().parents[3]
 
 
 class PoolClosed(Exception):
@@ -65,9 +64,6 @@ class ScoringProcess:
         self._timeout_s = timeout_s
         self._memory_limit_mb = memory_limit_mb
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
-        search_path = filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")])
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(search_path)}
-        environment |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         arguments = [json.dumps([asdict(function) for function in functions]), str(timeout_s), str(memory_limit_mb)]
         arguments.append(str(os.getpid()))
         self._process = subprocess.Popen(
@@ -76,7 +72,7 @@ class ScoringProcess:
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             bufsize=0,
-            env=environment,
+            env=child_environment(),
             start_new_session=True,
         )
         assert self._process.stdin is not None

@@ -13,9 +13,10 @@ import stat
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any, TextIO
+from typing import Any
 
 from hf_formats.parent_death import end_with_parent
+from verl.utils.child_process import claim_stdout, send
 from verl.utils.reward_score.event_loop import awaited
 from verl.utils.reward_score.functions import RewardFunction, RewardFunctionSpec, gather, load_reward_function
 
@@ -35,25 +36,18 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_FSIZE, (_MAX_PRINTED, _MAX_PRINTED))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    replies = _claim_stdout()
+    replies = claim_stdout()
     functions = [load_reward_function(RewardFunctionSpec(**spec)) for spec in json.loads(sys.argv[1])]
     kinds = [{"is_batched": f.is_batched, "is_async": f.is_async, "version": f.version} for f in functions]
-    _send(replies, {"ready": kinds})
+    send(replies, {"ready": kinds})
     # One loop for the life of the process: locks, queues and clients of a function's module belong to their loop. It
     # runs in this thread, where a function may set alarms, and only while a call runs.
     with asyncio.Runner() as runner:
         for line in sys.stdin:
             request = json.loads(line)
             reply = _score(runner, functions[request["function"]], request["samples"], float(sys.argv[2]))
-            _send(replies, {**reply, "tasks_left": len(asyncio.all_tasks(runner.get_loop()))})
+            send(replies, {**reply, "tasks_left": len(asyncio.all_tasks(runner.get_loop()))})
             _drop_printed()
-
-
-def _claim_stdout() -> TextIO:
-    """The reply stream; whatever the reward function prints goes to stderr instead."""
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    return replies
 
 
 def _score(
@@ -136,11 +130,6 @@ def _drop_printed() -> None:
     if stat.S_ISREG(os.fstat(2).st_mode):
         os.ftruncate(2, 0)
         os.lseek(2, 0, os.SEEK_SET)
-
-
-def _send(stream: TextIO, message: dict[str, Any]) -> None:
-    stream.write(json.dumps(message) + "\n")
-    stream.flush()
 
 
 if __name__ == "__main__":

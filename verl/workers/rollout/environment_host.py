@@ -11,7 +11,6 @@ import sys
 import tempfile
 import threading
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -21,11 +20,11 @@ from yaml import YAMLError
 from verl.experimental.agent_loop.environment import EnvironmentSpec
 from verl.experimental.agent_loop.host import HostSettings
 from verl.trainer.config import PPOTrainerConfig
+from verl.utils.child_process import child_environment
 from verl.utils.import_utils import MODULE_PREFIX, absolute_file
 
 _START_LIMIT_S = 300.0
 _KILL_S = 30.0
-_ROOT = Path(__file__).resolve().parents[3]
 _TOOLS = "verl.experimental.agent_loop.tool_environment"
 
 
@@ -84,14 +83,12 @@ class EnvironmentHost:
 
     def __init__(self, settings: HostSettings) -> None:
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
-        search_path = filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")])
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(search_path), "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "verl.experimental.agent_loop.host", json.dumps(asdict(settings)), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
-            env={**environment, "TOKENIZERS_PARALLELISM": "false"},
+            env=child_environment(),
             start_new_session=True,
         )
         self._replies: queue.Queue[dict[str, Any]] = queue.Queue()
@@ -109,7 +106,6 @@ class EnvironmentHost:
             problem = first.get("problem") or self._tail()
             self.close()
             raise RuntimeError(f"the environments of multi_turn cannot be run: {problem}")
-        self.is_deterministic = bool(first["ready"]["is_deterministic"])
 
     def begin(self, sample: str, row: dict[str, Any], seed: int, turns: list[list[int]], is_answered: bool) -> None:
         """A sample begins, or is rebuilt from its turns; ``is_answered``: the answer to the last of these is wanted."""

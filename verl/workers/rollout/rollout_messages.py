@@ -9,9 +9,8 @@ from verl.protocol import DataProto
 from vllm.v1.request import Request
 
 PROMPT, SAMPLE, VERSIONS = "prompt_number", "sample_number", "policy_versions"  # columns of a row
-# Columns of samples of several turns: what their environment is given, and what becomes of them.
-ENVIRONMENT_ROW, ENVIRONMENT_SEED = "environment_row", "environment_seed"
-PROMPT_LENGTH, TURNS = "prompt_length", "turns"
+# Columns of samples of several turns, beside ``prompt_items.ENVIRONMENT_ROW``.
+ENVIRONMENT_SEED, PROMPT_LENGTH, TURNS = "environment_seed", "prompt_length", "turns"
 
 
 UnfinishedSample: TypeAlias = Request | dict[str, Any]

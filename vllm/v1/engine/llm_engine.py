@@ -281,4 +281,4 @@ class LLMEngine:
             self._streams.clear()
             raise
         finally:
-            self.core.expects_requests = False
+            self.core.expects_requests = self.core.is_idle = False

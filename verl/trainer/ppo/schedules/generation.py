@@ -11,8 +11,9 @@ import torch
 
 from verl.protocol import BY_RANK, DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.protocol_storage import as_rows
+from verl.utils.dataset.prompt_items import ENVIRONMENT_ROW
 from verl.utils.masks import response_lengths
-from verl.workers.rollout.rollout_messages import ENVIRONMENT_ROW, ENVIRONMENT_SEED, PROMPT_LENGTH
+from verl.workers.rollout.rollout_messages import ENVIRONMENT_SEED, PROMPT_LENGTH
 
 _MASK = (1 << 64) - 1
 REQUEST_KEYS = ("raw_prompt_ids", "sampling_seeds", "response_limit")  # columns of a generation request

@@ -8,9 +8,9 @@ from itertools import groupby
 from typing import Any
 
 from verl.protocol import DataProto
+from verl.utils.dataset.prompt_items import ENVIRONMENT_ROW
 from verl.utils.timeline import now_s
 from verl.workers.rollout.rollout_messages import (
-    ENVIRONMENT_ROW,
     ENVIRONMENT_SEED,
     PROMPT,
     SAMPLE,
@@ -47,10 +47,10 @@ class SampleStream:
         if self._turns is not None:
             rows = zip(*(columns[name] for name in (*names, ENVIRONMENT_ROW, ENVIRONMENT_SEED)), strict=True)
             for ids, seed, limit, prompt, sample, row, row_seed in rows:
-                most = self._rollout.config.response_length
-                length = min(int(limit) or most, most)
                 name = _request_id(prompt, sample)
-                self._turns.begin(Trajectory(name, int(seed), length, list(ids), int(prompt), row, int(row_seed)))
+                self._turns.begin(
+                    self._rollout.trajectory(name, ids, int(seed), int(limit), row, int(row_seed), int(prompt))
+                )
             return
         self._engine.add_requests(
             [

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from verl.workers.rollout.environment_host import EnvironmentHost
 from verl.workers.rollout.trajectory import Trajectory
 from vllm.distributed.parallel_state import GroupCoordinator
+from vllm.v1.engine.rebalancer import exchange_objects
 from vllm.v1.request import Request
 
 
@@ -152,14 +151,4 @@ class TurnSource:
             replies.sort(key=lambda reply: int(reply["sample"].rpartition("/")[2]))
         if self._tp.world_size == 1:
             return replies
-        told: list[dict[str, Any]] = json.loads(broadcast_bytes(self._tp, json.dumps(replies).encode(), self._device))
-        return told
-
-
-def broadcast_bytes(group: GroupCoordinator, data: bytes, device: torch.device) -> bytes:
-    """The first rank's ``data`` on all ranks of a group."""
-    size = int(group.all_gather(torch.tensor([len(data)], dtype=torch.int32, device=device))[0])
-    padded = np.zeros(size, dtype=np.uint8)
-    if group.rank_in_group == 0:
-        padded[:] = np.frombuffer(data, dtype=np.uint8)
-    return bytes(group.all_gather(torch.from_numpy(padded).to(device))[0].cpu().numpy())
+        return exchange_objects(self._tp, [replies] * self._tp.world_size, self._device)  # the others send none

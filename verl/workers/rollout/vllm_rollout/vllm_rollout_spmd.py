@@ -16,9 +16,10 @@ from torch import Tensor
 from verl.experimental.agent_loop.host import HostSettings
 from verl.protocol import DataProto
 from verl.protocol_storage import as_rows
+from verl.utils.dataset.prompt_items import ENVIRONMENT_ROW
 from verl.workers.config import RolloutConfig
 from verl.workers.rollout.environment_host import EnvironmentHost
-from verl.workers.rollout.rollout_messages import ENVIRONMENT_ROW, ENVIRONMENT_SEED, PROMPT_LENGTH, TURNS
+from verl.workers.rollout.rollout_messages import ENVIRONMENT_SEED, PROMPT_LENGTH, TURNS
 from verl.workers.rollout.trajectory import Trajectory
 from verl.workers.rollout.vllm_rollout.turns import TurnSource
 from vllm import LLM, SamplingParams
@@ -114,9 +115,7 @@ class vLLMRollout:
             self.turns.meta_info = prompts.meta_info
             rows = (columns["raw_prompt_ids"], seeds, limits, columns[ENVIRONMENT_ROW], columns[ENVIRONMENT_SEED])
             for number, (ids, seed, limit, row, row_seed) in enumerate(zip(*rows, strict=True)):
-                length = min(int(limit) or self.config.response_length, self.config.response_length)
-                sample = Trajectory(f"{number:08}", int(seed), length, list(ids), 0, row, int(row_seed))
-                self.turns.begin(sample)
+                self.turns.begin(self.trajectory(f"{number:08}", ids, int(seed), int(limit), row, int(row_seed)))
             engine.run_requests([], source=self.turns)
             ended = sorted(self.turns.take_ended(), key=lambda sample: sample.request_id)
             return self.to_batch(ended, prompts.meta_info)
@@ -155,6 +154,20 @@ class vLLMRollout:
             stop_ids=frozenset(end_ids),
             priority=priority,
         )
+
+    def trajectory(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        seed: int,
+        response_limit: int,
+        row: dict[str, Any],
+        environment_seed: int,
+        priority: int = 0,
+    ) -> Trajectory:
+        """One row as a sample of several turns, which begins with ``row``; the rest as in ``request``."""
+        limit = min(response_limit or self.config.response_length, self.config.response_length)
+        return Trajectory(request_id, seed, limit, list(prompt_token_ids), priority, row, environment_seed)
 
     def to_batch(self, samples: Sequence[Request | Trajectory], meta_info: dict[str, Any]) -> DataProto:
         """The rows of finished ``samples`` with the columns of ``generate_sequences``."""
