@@ -20,6 +20,9 @@ DYNAMIC, KL = f"{ACTOR}.use_dynamic_bsz=True", f"{ACTOR}.use_kl_loss=True"
 OLD = f"{ACTOR}.recompute_old_log_prob=True"
 FULL = f"{OVERRIDE}.recompute_granularity=full"
 BYPASS = "algorithm.rollout_correction.bypass_mode=True"
+TURNS = f"{ROLLOUT}.multi_turn"
+TOOLS = (f"{TURNS}.enable=True", f"{TURNS}.tool_config_path=/x.yaml")
+TURNS_OF_USER = (f"{TURNS}.enable=True", f"{TURNS}.environment.path=/x.py")
 CORRECTION, FILTERS = "algorithm.rollout_correction", "algorithm.filter_groups"
 # (a key with a value, settings under which it changes nothing, settings under which it acts)
 CASES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
@@ -104,6 +107,9 @@ CASES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("reward_model.manager_timeout_s=3", (), ("reward_model.reward_manager=of_a_user",)),
     ("reward_model.manager_path=/x.py", (), ("reward_model.manager_source=importlib",)),
     ("custom_reward_function.name=score", (), ("custom_reward_function.path=/x.py",)),
+    (f"{TURNS}.max_user_turns=3", (), TOOLS),
+    (f"{TURNS}.environment.num_processes=3", (), TURNS_OF_USER),
+    (f"{TURNS}.max_parallel_calls=3", TURNS_OF_USER, TOOLS),
     ("data.max_response_length=99", (f"{ROLLOUT}.response_length=9",), ()),
     ("data.seed=3", ("data.shuffle=False",), ()),
     ("data.sampler.kwargs.threshold=1", (), ("data.sampler.class_path=my_order.py",)),

@@ -139,11 +139,17 @@ def _another(key: str, default: Any) -> str:
 
 
 def _keys() -> dict[str, Any]:
-    """Every key of the engines' sections with its default, and every key of their free sections."""
+    """Every key of the engines' sections with its default, and every key of their free sections.
+
+    Those of turns act beside the engine: ``test_turns.py``, ``test_environment_pool.py`` and ``test_tools.py``.
+    """
     plain = dataclasses.asdict(load_config())
     found: dict[str, Any] = {}
     for key in declared_keys():
-        if key.startswith((f"{ENGINE}.", f"{OPTIM}.", f"{ROLLOUT}.")) and ".profiler." not in key:
+        if key.startswith((f"{ENGINE}.", f"{OPTIM}.", f"{ROLLOUT}.")) and not set(key.split(".")) & {
+            "profiler",
+            "multi_turn",
+        }:
             value: Any = plain
             for part in key.split("."):
                 value = value[part]

@@ -21,7 +21,7 @@ from verl.protocol import DataProto
 from verl.protocol_storage import as_rows
 from verl.utils.dataset.prompt_items import ENVIRONMENT_ROW
 from verl.workers.config import RolloutConfig
-from verl.workers.config.rollout import MultiTurnConfig
+from verl.workers.config.multi_turn import MultiTurnConfig
 from verl.workers.rollout.rollout_messages import ENVIRONMENT_SEED, PROMPT, PROMPT_LENGTH, SAMPLE, TURNS, VERSIONS
 from verl.workers.rollout.trajectory import Trajectory
 from verl.workers.rollout.vllm_rollout.sample_stream import SampleStream
