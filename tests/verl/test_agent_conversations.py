@@ -34,7 +34,7 @@ def test_three_turns_of_canonical_tokens_are_the_template_of_the_whole_conversat
     tokenizer = load_tokenizer(str(tokenizer_folder(name)))
     end = tokenizer.eos_token
     conversation = Conversation(tokenizer, [], {}, {tokenizer.eos_token_id})
-    row = conversation.begin(FIRST).token_ids
+    row = conversation.begin(FIRST)
     messages = list(FIRST)
     last = "<think>\n\n</think>\n\n42" if name == "qwen3" else "42"  # Qwen3 writes a thought into its last turn
     turns = (CALLS[name][1], "One more.", last)
@@ -45,7 +45,7 @@ def test_three_turns_of_canonical_tokens_are_the_template_of_the_whole_conversat
         messages.append({"role": "assistant", "content": turn})
         if follows is not None:
             given = conversation.follow(follows)
-            assert not given.is_new_row
+            assert given.num_kept is None
             row += given.token_ids
             messages += follows
     whole = tokenizer.apply_chat_template(messages, tokenize=False)
@@ -57,11 +57,11 @@ def test_three_turns_of_canonical_tokens_are_the_template_of_the_whole_conversat
 def test_other_tokens_of_a_turn_equal_the_template_in_text(name: str) -> None:
     tokenizer = load_tokenizer(str(tokenizer_folder(name)))
     conversation = Conversation(tokenizer, [], {}, {tokenizer.eos_token_id})
-    row = conversation.begin(FIRST).token_ids
+    row = conversation.begin(FIRST)
     sampled = [token for letter in "forty-two" for token in _ids(tokenizer, letter)]  # as no tokenizer would
     conversation.answer(sampled)
     given = conversation.follow([{"role": "user", "content": "Sure?"}])
-    assert not given.is_new_row
+    assert given.num_kept is None
     assert given.token_ids[0] == tokenizer.eos_token_id  # the turn was cut: its end is the template's
     messages = [*FIRST, {"role": "assistant", "content": "forty-two"}, {"role": "user", "content": "Sure?"}]
     whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -72,11 +72,19 @@ def test_other_tokens_of_a_turn_equal_the_template_in_text(name: str) -> None:
 def test_a_template_that_strips_thoughts_begins_a_new_row() -> None:
     tokenizer = load_tokenizer(str(tokenizer_folder("qwen3")))
     conversation = Conversation(tokenizer, [], {}, {tokenizer.eos_token_id})
-    conversation.begin(FIRST)
-    conversation.answer(_ids(tokenizer, "<think>\nsix sevens\n</think>\n\n42<|im_end|>"))
-    given = conversation.follow([{"role": "user", "content": "Sure?"}])
-    assert given.is_new_row
-    assert "six sevens" not in tokenizer.decode(given.token_ids)
+    row, messages = conversation.begin(FIRST), list(FIRST)
+    turns = ("<think>\nsix sevens\n</think>\n\n42", "<think>\nyes\n</think>\n\nSure.", "<think>\nno\n</think>\n\nNo.")
+    for number, turn in enumerate(turns):
+        sampled = [token for letter in turn for token in _ids(tokenizer, letter)] if number else _ids(tokenizer, turn)
+        conversation.answer([*sampled, tokenizer.eos_token_id])
+        given = conversation.follow([{"role": "user", "content": f"Sure, {number}?"}])
+        assert given.num_kept is not None
+        before = tokenizer.decode(row[: given.num_kept])
+        row = [*row, *sampled, tokenizer.eos_token_id][: given.num_kept] + given.token_ids
+        messages += [{"role": "assistant", "content": turn}, {"role": "user", "content": f"Sure, {number}?"}]
+        whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert row == _ids(tokenizer, whole) and "six sevens" not in whole
+        assert before.endswith("<|im_start|>") and before.count("<|im_start|>") == 2 * number + 2
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -16,7 +16,6 @@ from hf_formats.config import load_hf_config
 from megatron.core.models.gpt import GPTModel
 from megatron.core.ops import resolve
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.parallel_layout import ParallelLayout
 from megatron.core.parallel_state import ProcessGroups
 from mindspeed_llm.export_weights import export_weights
 from mindspeed_llm.hf_checkpoint import HFCheckpoint
@@ -97,7 +96,7 @@ def make_actor(path: str, groups: ProcessGroups, dtype: torch.dtype, provider: s
     hf, ops = load_hf_config(path), resolve(provider)
     model = build_model(hf, groups, ops, params_dtype=dtype)
     assert isinstance(model, GPTModel)
-    load_weights(model, local_plan(hf, ParallelLayout(1), groups.rank), HFCheckpoint(path))
+    load_weights(model, local_plan(hf, groups.layout, groups.rank), HFCheckpoint(path))
     return MegatronPPOActor(ActorConfig(), model.config, groups, ops, model)
 
 

@@ -55,6 +55,12 @@ class Walk:
 
     def tokens(self, count):
         return [self.random.randint(2, 200) for _ in range(count)]
+
+class Dice(Walk):
+    is_deterministic = False
+
+    async def reset(self, row, seed):
+        return await super().reset(row, random.random())
 '''
 META = {"eos_token_id": 1, "pad_token_id": 0}
 
@@ -247,10 +253,45 @@ def moved(folder: str, turns: list[int]) -> Any:
         batch = stream.rows(parts, META)
         keys = [batch.non_tensor_batch[name].tolist() for name in (PROMPT, SAMPLE, VERSIONS, TURNS)]
         for record in keys[-1]:
-            record.pop("environment_s")
+            record.pop("seconds")
         found.append((rows_of(batch), keys))
     made._host.close()
     return found
+
+
+def begun_once_more(folder: str, log: str, turns: list[int]) -> Any:
+    """The rows of a stream that others take over twice, in environments that cannot be rebuilt."""
+    dice = EnvironmentSpec(f"{folder}/walks.py", "Dice", {"log": log})
+    made = rollout(folder, config(), HostSettings(folder, dice, num_processes=len(turns)))
+    given = prompts(turns)
+    given.non_tensor_batch |= {
+        "response_limit": as_rows([0] * len(turns)),
+        PROMPT: as_rows(list(range(len(turns)))),
+        SAMPLE: as_rows([0] * len(turns)),
+    }
+    stream, ended = SampleStream(made), list[Any]()
+    stream.start(given)
+    for max_steps in (10, 10, 10_000):
+        ended += stream.run(max_steps, META)
+        state = request_codec.decode(request_codec.encode(stream.state()))
+        stream.abort()
+        stream = SampleStream(made)
+        stream.restore(state)
+    batch = stream.rows(ended, META)
+    made._host.close()
+    return rows_of(batch), [batch.non_tensor_batch[name].tolist() for name in (PROMPT, "finish_reason")]
+
+
+def test_a_sample_whose_environment_cannot_be_rebuilt_begins_once_more(folder: str, tmp_path: Path) -> None:
+    turns = [3, 4, 5, 6]
+    [(rows, (numbers, reasons))] = run_ranks(begun_once_more, 1, folder, str(tmp_path), turns)
+    assert sorted(numbers) == [0, 1, 2, 3] and "stop" in reasons
+    for number, reason, (_, response, is_sampled, _) in zip(numbers, reasons, rows, strict=True):
+        if reason == "stop":
+            seen = json.loads((tmp_path / f"{number}.json").read_text())
+            assert [token for turn in seen for token in turn] == [
+                token for token, own in zip(response, is_sampled, strict=True) if own
+            ]
 
 
 def test_a_stream_that_another_takes_over_is_one_that_goes_on(folder: str) -> None:

@@ -39,6 +39,11 @@ WAYS = {
     "gates moved": Update(gate_noise=0.2),
     "gates moved, replay": Update(actor=R2, gate_noise=0.2),
     "rollout's choices": Update(actor=R3, gate_noise=0.2),
+    "begins anew": Update(samples=2, begins_anew=True),
+    "begins anew, replay": Update(
+        actor=R2 | {"loss_agg_mode": "seq-mean-token-mean"}, begins_anew=True, gate_noise=0.2
+    ),
+    "begins anew, rollout's choices": Update(actor=R3, begins_anew=True, gate_noise=0.2),
     "everything": Update(
         model=EVERYTHING, actor=R2 | {"loss_agg_mode": "seq-mean-token-mean"}, num_mtp=1, gate_noise=0.2
     ),
@@ -96,6 +101,10 @@ CASES: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
         "pp2 vpp2, everything": ("everything", {"layout": PP2_VPP2, "actor": {"ppo_micro_batch_size_per_gpu": 3}}),
         "cp2, rollout's choices": ("rollout's choices", {"layout": CP2, "actor": BUDGET}),
         "pp2 vpp2, rollout's choices": ("rollout's choices", {"layout": PP2_VPP2}),
+        "cp2, begins anew": ("begins anew", {"layout": CP2, "actor": BUDGET | {"share_prompts": "false"}}),
+        "cp2, begins anew, replay": ("begins anew, replay", {"layout": CP2, "actor": BUDGET}),
+        "pp2 vpp2, begins anew, rollout's choices": ("begins anew, rollout's choices", {"layout": PP2_VPP2}),
+        "dp2 ep2, begins anew": ("begins anew", {"layout": DP2_EP2, "actor": BUDGET}),
         "dp2 ep2, everything": ("everything", {"layout": DP2_EP2, "actor": BUDGET}),
         "tp2 ep2, everything": ("everything", {"layout": TP2_EP2, "actor": BUDGET}),
     },

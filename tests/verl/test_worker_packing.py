@@ -133,3 +133,38 @@ def test_tokens_of_eight_prompts_with_eight_samples(num_ranks: int, shares_promp
         chunks = [[row for unit in part for row in units[unit]] for part in parts]
         micro_batches = [pack_micro_batch(*mine, chunk, 1, shares_prompts=shares_prompts) for chunk in chunks]
         assert sum(micro.num_tokens for micro in micro_batches) == expected
+
+
+@pytest.mark.parametrize("cp_size", [1, 2])
+@pytest.mark.parametrize("shares_prompts", [False, True])
+def test_a_row_that_begins_anew_is_one_sequence_after_another(cp_size: int, shares_prompts: bool) -> None:
+    batch = padded_batch([3, 3, 2], [5, 5, 4])
+    batch["input_ids"][1, :5] = batch["input_ids"][0, :5]
+    starts = torch.zeros_like(batch["response_mask"])
+    starts[0, 2], starts[0, 4], starts[2, 1] = 1 + 4, 1 + 1, 1  # keep 4, 1 and no tokens
+    scored = batch["response_mask"].clone()
+    scored[0, 2] = scored[2, 1] = 0  # given
+    given = batch["input_ids"], batch["attention_mask"], scored
+    first, other = batch["input_ids"][0, 2:].tolist(), batch["input_ids"][2, 3:9].tolist()
+    sequences = [first[:5], [*first[:4], first[5], first[6]], [first[0], first[7]]]
+    sequences += [batch["input_ids"][1, 2:].tolist(), other[:3], other[3:]]
+    shares = shares_prompts and cp_size == 1
+    parts = [
+        pack_micro_batch(*given, [0, 1, 2], 1, cp_size, rank, shares_prompts=shares, row_starts_BR=starts)
+        for rank in range(cp_size)
+    ]
+    lengths = parts[0].packed_seq_params.cu_seqlens.diff().tolist()[: len(sequences)]
+    assert lengths == [padded_lengths(torch.tensor([len(one)]), cp_size).item() for one in sequences]
+    tokens = row_tokens(*given, cp_size, shares_prompts=shares, row_starts_BR=starts)
+    assert tokens.of([0, 1, 2]) == sum(part.num_tokens for part in parts)
+    places = sorted((int(row), int(col)) for part in parts for row, col in zip(part.rows_S, part.cols_S, strict=True))
+    assert places == sorted((int(row), int(col)) for row, col in scored.nonzero())
+    for part in parts:
+        assert torch.equal(part.labels_S, batch["input_ids"][:, 5:][part.rows_S, part.cols_S])
+        assert part.members_M.tolist() == [0, 1, 2]
+        own_ids = batch["input_ids"][part.token_rows_N, part.token_cols_N]
+        assert torch.equal(part.input_ids_T[part.token_positions_N], own_ids)
+    own = sum(int((~part.token_is_kept_N).sum()) for part in parts)
+    assert own == int(batch["attention_mask"].sum())
+    if cp_size == 1 and not shares:
+        assert parts[0].input_ids_T.tolist() == [token for one in sequences for token in one]

@@ -37,6 +37,7 @@ class Update:
         num_mtp: multi-token-prediction modules of the model.
         correction: between rollout and training.
         samples: rows of each prompt.
+        begins_anew: samples go on in new rows twice, as several turns may.
         gate_noise: how far routers move between the old log-prob pass and the update, as an optimizer would move them.
     """
 
@@ -48,6 +49,7 @@ class Update:
     correction: RolloutCorrectionSection = field(default_factory=RolloutCorrectionSection)
     gate_noise: float = 0.0
     samples: int = 1
+    begins_anew: bool = False
 
 
 @dataclass
@@ -88,6 +90,21 @@ def some_rows(num_rows: int, samples: int = 1) -> DataProto:
     )
     tensors["rollout_log_probs"] = tensors["old_log_probs"] + 0.2 * drift
     return DataProto.from_dict(tensors, meta_info={"temperature": 0.9, "rollout_n": 1, "global_step": 1})
+
+
+def begin_anew(data: DataProto) -> None:
+    """Responses of 6 tokens and more begin two new rows, the first of which begins with a third of what was there."""
+    lengths = data.batch["response_mask"].sum(-1)
+    starts = torch.zeros_like(data.batch["response_mask"])
+    for row, length in enumerate(lengths.tolist()):
+        if length >= 6:
+            first, second = length // 3, 2 * length // 3
+            num_prompt = int(data.batch["attention_mask"][row, :PROMPT].sum())
+            starts[row, first], starts[row, second] = 1 + num_prompt + first // 3, 1 + num_prompt - 1
+            data.batch["response_mask"][row, [first, second]] = 0  # given
+    data.batch["row_starts"] = starts
+    for name in ("advantages", "old_log_probs", "ref_log_prob", "rollout_log_probs"):
+        data.batch[name] = data.batch[name] * data.batch["response_mask"]
 
 
 def some_choices(data: DataProto, hf: HFModelConfig) -> torch.Tensor:
@@ -145,6 +162,8 @@ def _update(case: Update, groups: ProcessGroups, device: str, ops: TrainOps | No
     hf, ddp, actor = make_actor(case, groups, device, ops)
     config = actor.config
     data, num_ranks = some_rows(case.num_rows, case.samples), groups.dp.size()
+    if case.begins_anew:
+        begin_anew(data)
     if config.takes_rollout_routing:
         data.batch["routed_experts"] = some_choices(data, hf)
     lengths, prompts = data.batch["attention_mask"].sum(-1), data.batch["attention_mask"][:, :PROMPT].sum(-1)

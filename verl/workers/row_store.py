@@ -24,10 +24,16 @@ from verl.protocol import DataProto
 from verl.row_refs import BATCH, RANK, SLOT, RowRefs
 from verl.workers.row_server import RowServer, RowsRequest, fetch_rows
 
-GENERATED_COLUMNS = ("input_ids", "attention_mask", "response_mask", "rollout_log_probs", "routed_experts")
+GENERATED_COLUMNS = (
+    *("input_ids", "attention_mask", "response_mask", "row_starts"),
+    *("rollout_log_probs", "routed_experts"),
+)
 
 # Types in which the widest columns are stored and sent; a fetch returns int64, as the rollout made them.
-STORED_DTYPES = {"input_ids": torch.int32, "attention_mask": torch.bool, "response_mask": torch.bool}
+STORED_DTYPES = {
+    **dict.fromkeys(("input_ids", "row_starts"), torch.int32),
+    **dict.fromkeys(("attention_mask", "response_mask"), torch.bool),
+}
 _ROWS_PER_COMPARISON = 64  # keeps the temporaries in the processor's cache
 _BY_LAYER = "routed_experts"  # [B, L, M, K], stored as [B, M, L, K]: a pipeline stage fetches its own layers only
 

@@ -11,10 +11,10 @@ from verl.experimental.agent_loop.environment import Message
 
 @dataclass(frozen=True)
 class Given:
-    """Token ids that the model is given next. ``is_new_row``: they replace all before them, else they follow it."""
+    """Token ids that the model is given next, behind the first ``num_kept`` of the row; None: behind all of it."""
 
     token_ids: list[int]
-    is_new_row: bool = False
+    num_kept: int | None = None
 
 
 class Conversation:
@@ -34,17 +34,22 @@ class Conversation:
         end_ids: Collection[int],
     ) -> None:
         self._tokenizer, self._end_ids = tokenizer, frozenset(end_ids)
+        self._special_ids = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", {})}
         self._template = {**({"tools": list(tools)} if tools else {}), **template_kwargs}
         self._messages: list[Message] = []
         self._text = ""  # of the row, as the template writes it
+        self._row: list[int] = []
 
-    def begin(self, messages: Sequence[Message]) -> Given:
+    def begin(self, messages: Sequence[Message]) -> list[int]:
+        """The row's first token ids."""
         self._messages = [dict(message) for message in messages]
         self._text = self._rendered()
-        return Given(self._ids(self._text), is_new_row=True)
+        self._row = self._ids(self._text)
+        return list(self._row)
 
     def answer(self, token_ids: Sequence[int]) -> None:
         """The model's turn."""
+        self._row += token_ids
         self._text += self._decoded(token_ids)
         has_end = bool(token_ids) and token_ids[-1] in self._end_ids
         content = self._decoded(token_ids[:-1] if has_end else token_ids)
@@ -53,13 +58,28 @@ class Conversation:
     def follow(self, messages: Sequence[Message]) -> Given:
         """What follows the turn: the template's end of it where the model wrote none, ``messages``, and the next turn.
 
-        A new row, where the template changes what stands before, as some leave out old thoughts.
+        Where the template changes what stands before, as some leave out old thoughts, a new row begins. It keeps the
+        tokens before the change, up to the last special one, behind which text is tokenised as by itself.
         """
         self._messages += [dict(message) for message in messages]
         before, self._text = self._text, self._rendered()
         if self._text.startswith(before):
-            return Given(self._ids(self._text[len(before) :]))
-        return Given(self._ids(self._text), is_new_row=True)
+            given = Given(self._ids(self._text[len(before) :]))
+        else:
+            num_kept, text = self._kept()
+            del self._row[num_kept:]
+            given = Given(self._ids(self._text[len(text) :]), num_kept)
+        self._row += given.token_ids
+        return given
+
+    def _kept(self) -> tuple[int, str]:
+        """How many tokens of the row the new text still begins with, and their text."""
+        for count in range(len(self._row), 0, -1):
+            if self._row[count - 1] in self._special_ids:
+                text = self._decoded(self._row[:count])
+                if self._text.startswith(text):
+                    return count, text
+        return 0, ""
 
     def _rendered(self) -> str:
         try:

@@ -35,6 +35,7 @@ class HostSettings:
         num_processes, timeout_s: of the environments (``EnvironmentPool``).
         max_turns: of the model; after the last one nothing more is given.
         max_calls, max_seconds: tool calls, and seconds from the beginning, after which a sample ends.
+        splits: a sample goes on where the template changes its earlier tokens; else it ends there.
     """
 
     model_path: str
@@ -48,6 +49,7 @@ class HostSettings:
     max_user_turns: int | None = None
     max_calls: int | None = None
     max_seconds: float | None = None
+    splits: bool = True
 
 
 def main() -> None:
@@ -80,7 +82,7 @@ class _Host:
         except RuntimeError as error:
             self._send({"problem": str(error)})
             return
-        self._send({"ready": True})
+        self._send({"ready": True, "is_deterministic": self._pool.is_deterministic})
         while line := await reader.readline():
             request = json.loads(line)
             name = request["sample"]
@@ -151,11 +153,11 @@ class _Sample:
         outcome = await self._environment.reset()
         self.seconds = time.monotonic() - start_s
         if isinstance(outcome.observation[0], int):
-            given = Given(outcome.observation, is_new_row=True)
+            token_ids = outcome.observation
         else:
             self._conversation = self._host.conversation(outcome.tools)
-            given = self._conversation.begin(outcome.observation)
-        return {"token_ids": given.token_ids, "ended": None, "reward": 0.0, "seconds": self.seconds, "info": {}}
+            token_ids = self._conversation.begin(outcome.observation)
+        return {"token_ids": token_ids, "ended": None, "reward": 0.0, "seconds": self.seconds, "info": {}}
 
     async def act(self, token_ids: list[int]) -> dict[str, Any]:
         settings = self._host.settings
@@ -178,9 +180,9 @@ class _Sample:
         if ended is not None:
             return reply
         given = self._followed(token_ids, outcome.observation)
-        if given.is_new_row:
+        if given.num_kept is not None and not settings.splits:
             return {**reply, "ended": "changed_history"}
-        return {**reply, "token_ids": given.token_ids}
+        return {**reply, "token_ids": given.token_ids, "num_kept": given.num_kept}
 
     def _followed(self, token_ids: list[int], observation: list[Any]) -> Given:
         if self._conversation is None:

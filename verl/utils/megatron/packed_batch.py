@@ -1,9 +1,9 @@
 """Padded prompt/response rows to packed micro-batches, and per-token results back to rows.
 
-Letters: B rows of the padded batch, b the chosen ones; L columns of a row, P of its prompt, R of its response; n real
-tokens of the chosen rows, s their scored tokens; F tokens of the whole sequences with padding and dummy, q these
-sequences, r tokens of a prompt that another row computes. What is left on this context-parallel rank: T of F, N of n,
-S of s.
+Letters: B rows of the padded batch; b the sequences of the chosen ones, more than one of a row where a sample of
+several turns has begun anew; L columns of a row, P of its prompt, R of its response; n real tokens of the sequences, s
+their scored tokens; F tokens of the whole sequences with padding and dummy, q these with the dummy, r tokens of a
+prompt that another sequence computes. What is left on this context-parallel rank: T of F, N of n, S of s.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class PackedMicroBatch:
         cols_S: its response column, int64 [S] on the host.
         token_rows_N, token_cols_N, token_positions_N: row, column of the padded batch (prompt included) and packed
             position of every real token here, int64 [N] on the host.
+        token_is_kept_N: those that an earlier sequence of the same row has too, bool [N] on the host.
         places_2S: ``rows_S`` and ``cols_S`` where the loss is computed, int64 [2, S].
         members_M: the rows that were packed, the same on all context-parallel ranks, int64 [M].
         positions_S: the packed position whose logits predict a scored token, int64 [S].
@@ -48,6 +49,7 @@ class PackedMicroBatch:
     token_rows_N: Tensor
     token_cols_N: Tensor
     token_positions_N: Tensor
+    token_is_kept_N: Tensor
     places_2S: Tensor
     members_M: Tensor
     positions_S: Tensor
@@ -104,14 +106,48 @@ def padded_lengths(lengths: Tensor, cp_size: int) -> Tensor:
 
 
 def row_tokens(
-    input_ids_BL: Tensor, attention_mask_BL: Tensor, response_mask_BR: Tensor, cp_size: int, *, shares_prompts: bool
+    input_ids_BL: Tensor,
+    attention_mask_BL: Tensor,
+    response_mask_BR: Tensor,
+    cp_size: int,
+    *,
+    shares_prompts: bool,
+    row_starts_BR: Tensor | None = None,
 ) -> RowTokens:
     """The tokens that ``pack_micro_batch`` gives the rows of a padded batch."""
-    mask_BP = attention_mask_BL[:, : -response_mask_BR.size(1)].bool()
-    first_B = _first_with_prompt(input_ids_BL[:, : mask_BP.size(1)], mask_BP, shares_prompts)
+    num_prompt_cols = attention_mask_BL.size(1) - response_mask_BR.size(1)
+    mask_BP = attention_mask_BL[:, :num_prompt_cols].bool()
+    first_B = _first_with_prompt(input_ids_BL[:, :num_prompt_cols], mask_BP, shares_prompts)
     prompts_B = mask_BP.sum(-1) * shares_prompts
-    own_B = padded_lengths(attention_mask_BL.sum(-1), cp_size) - prompts_B
+    rows_b, mask_bL, _ = _sequences(attention_mask_BL.bool(), row_starts_BR)
+    has_prompt_b = (mask_bL[:, :num_prompt_cols] == mask_BP[rows_b]).all(-1)
+    own_b = padded_lengths(mask_bL.sum(-1), cp_size) - prompts_B[rows_b] * has_prompt_b
+    own_B = torch.zeros_like(prompts_B).index_add(0, rows_b, own_b)
     return RowTokens(own_B.tolist(), prompts_B.tolist(), first_B.tolist())
+
+
+def _sequences(mask_BL: Tensor, row_starts_BR: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The row of each sequence, int64 [b], the columns of its tokens, bool [b, L], and those that it alone has.
+
+    Where a new row of a sample begins, ``row_starts_BR`` has 1 + the tokens of the one before that it begins with.
+    """
+    if row_starts_BR is None or not row_starts_BR.any():
+        return torch.arange(len(mask_BL)), mask_BL, mask_BL
+    num_cols = mask_BL.size(1)
+    columns_L = torch.arange(num_cols)
+    rows, masks, owns = list[int](), list[Tensor](), list[Tensor]()
+    for row, (mask_L, given_R) in enumerate(zip(mask_BL, row_starts_BR, strict=True)):
+        starts = given_R.nonzero().flatten()
+        begins = [0, *(starts + num_cols - len(given_R)).tolist()]
+        kept = [0, *(given_R[starts] - 1).tolist()]
+        before_L = torch.zeros_like(mask_L)
+        for begin, end, num_kept in zip(begins, [*begins[1:], num_cols], kept, strict=True):
+            own_L = mask_L & (columns_L >= begin) & (columns_L < end)
+            before_L = before_L & (before_L.cumsum(0) <= num_kept) | own_L
+            rows.append(row)
+            masks.append(before_L)
+            owns.append(own_L)
+    return torch.tensor(rows), torch.stack(masks), torch.stack(owns)
 
 
 def pack_micro_batch(
@@ -123,6 +159,7 @@ def pack_micro_batch(
     cp_size: int = 1,
     cp_rank: int = 0,
     shares_prompts: bool = False,
+    row_starts_BR: Tensor | None = None,
 ) -> PackedMicroBatch:
     """Packs the ``rows`` of a padded batch and takes the part of context-parallel rank ``cp_rank``, on the host.
 
@@ -130,9 +167,13 @@ def pack_micro_batch(
     ``padded_lengths``; a dummy sequence of zeros makes this rank's T a multiple of ``multiple`` (the tensor-parallel
     size). An empty ``rows`` gives the dummy sequence alone: a data-parallel rank that has no rows left still takes part
     in every expert exchange. With ``shares_prompts`` rows with the same prompt have its tokens once (SharedPrompts).
+    Where ``row_starts_BR`` is not 0, a row goes on in a sequence of its own, which begins with so many less 1 of the
+    tokens of the one before; each token is scored once.
     """
-    chosen = torch.as_tensor(list(rows), dtype=torch.long)
-    mask_bL = attention_mask_BL[chosen].bool()
+    members = torch.as_tensor(list(rows), dtype=torch.long)
+    starts_of_members = None if row_starts_BR is None else row_starts_BR[members]
+    rows_b, mask_bL, own_bL = _sequences(attention_mask_BL[members].bool(), starts_of_members)
+    chosen = members[rows_b]
     lengths_b = mask_bL.sum(-1)
     num_real = int(lengths_b.sum())
     lengths_b = padded_lengths(lengths_b, cp_size)
@@ -154,7 +195,7 @@ def pack_micro_batch(
     starts_b = lengths_b.cumsum(0) - lengths_b
     index_bL = starts_b[:, None] + mask_bL.long().cumsum(-1) - 1
     positions_n = index_bL[rows_n, cols_n]
-    rows_s, cols_s = response_mask_BR[chosen].bool().nonzero(as_tuple=True)
+    rows_s, cols_s = (response_mask_BR[chosen].bool() & own_bL[:, -num_cols:]).nonzero(as_tuple=True)
     positions_s = index_bL[:, -num_cols:][rows_s, cols_s] - 1
 
     ids_F = input_ids_BL.new_zeros(num_used + num_dummy)
@@ -184,8 +225,9 @@ def pack_micro_batch(
         token_rows_N=chosen[rows_n[is_here_n]],
         token_cols_N=cols_n[is_here_n],
         token_positions_N=local_F[positions_n[is_here_n]],
+        token_is_kept_N=~own_bL[rows_n, cols_n][is_here_n],
         places_2S=places_2S,
-        members_M=chosen,
+        members_M=members,
         positions_S=local_F[positions_s[is_here_s]],
         labels_S=ids_F[positions_s[is_here_s] + 1],
         input_ids_T=ids_F[order_T],

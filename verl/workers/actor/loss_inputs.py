@@ -98,8 +98,10 @@ class LossInputs(TokenInputs):
         batch = data.batch
         response_mask = batch["response_mask"].float()
         mask = batch.get("kept_mask", response_mask)
-        counted = (mask, mask.sum(-1) > 0, response_mask, batch["attention_mask"])
+        counted = [mask, mask.sum(-1) > 0, response_mask, batch["attention_mask"]]
         counts = torch.stack([values.sum().int() for values in counted])
+        if "row_starts" in batch:
+            counts[-1] += (batch["row_starts"] - 1).clamp(min=0).sum()  # what a new row begins with is computed again
         counts = reduce_over(counts, groups.dp, dist.ReduceOp.SUM, device)
         num_kept, num_sequences, num_scored, num_tokens = (float(count) for count in counts)
         weights = token_loss_weights(mask, config.loss_agg_mode, num_tokens=num_kept, num_sequences=num_sequences)

@@ -93,7 +93,7 @@ class MegatronPPOActor:
     @property
     def scored_columns(self) -> tuple[str, ...]:
         """The columns that ``compute_log_prob`` reads on this stage."""
-        return ("input_ids", "attention_mask", "response_mask", *self.routing.columns)
+        return ("input_ids", "attention_mask", "response_mask", "row_starts", *self.routing.columns)
 
     @property
     def trained_columns(self) -> tuple[str, ...]:
@@ -254,8 +254,9 @@ class MegatronPPOActor:
         batch, layout = data.batch, self.groups.layout
         cp = layout.context_parallel_size
         given = batch["input_ids"], batch["attention_mask"], batch["response_mask"]
+        starts_BR = batch.get("row_starts", None)
         chunks = split_rows(
-            row_tokens(*given, cp, shares_prompts=self.shares_prompts),
+            row_tokens(*given, cp, shares_prompts=self.shares_prompts, row_starts_BR=starts_BR),
             micro_batch_size=micro_batch_size or len(data),
             max_token_len=None if max_token_len is None else max_token_len * cp,
             dp_group=self.groups.dp,
@@ -269,6 +270,7 @@ class MegatronPPOActor:
                 cp,
                 self.groups.coords.cp,
                 shares_prompts=self.shares_prompts,
+                row_starts_BR=starts_BR,
             ).to(self.device)
             for rows in chunks
         ]

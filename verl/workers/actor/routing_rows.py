@@ -59,8 +59,9 @@ class RoutingRows:
                 shape = (num_rows, num_cols, len(chosen), num_experts_of_token)
                 choices_BLMK = torch.zeros(shape, dtype=replay.dtype)
             for index, layer in enumerate(layers):
-                traced = chosen[layer].cpu()[micro.token_positions_N]
-                choices_BLMK[micro.token_rows_N, micro.token_cols_N, index] = traced
+                own_N = ~micro.token_is_kept_N  # one rank and sequence for each token, since those of ranks are summed
+                traced = chosen[layer].cpu()[micro.token_positions_N[own_N]]
+                choices_BLMK[micro.token_rows_N[own_N], micro.token_cols_N[own_N], index] = traced
         assert choices_BLMK is not None, "a pass has at least one micro-batch"
         _sum_over_context_parts(choices_BLMK, groups, device)
         return RoutingRows(choices_BLMK, layers, _fingerprints(data))
@@ -69,8 +70,8 @@ class RoutingRows:
     def from_rollout(data: DataProto, layers: Sequence[int], all_layers: Sequence[int]) -> RoutingRows:
         """What the rollout chose for ``data``: of the MoE layers ``all_layers`` those of this stage, ``layers``.
 
-        The column has all of them, or was fetched for this stage and has its own. The last token of a row was never an
-        input of the rollout, so nothing is known of it.
+        The column has all of them, or was fetched for this stage and has its own. The last token of a row, and before a
+        new row of the same sample, was never an input of the rollout, so nothing is known of it.
         """
         if FROM_ROLLOUT not in data.batch:
             raise ValueError(
@@ -87,7 +88,11 @@ class RoutingRows:
         is_real_BL = data.batch["attention_mask"].bool()
         columns_L = torch.arange(is_real_BL.size(1))
         last_B1 = torch.where(is_real_BL, columns_L, -1).amax(-1, keepdim=True)
-        return RoutingRows(choices_BLMK, tuple(layers), _fingerprints(data), is_real_BL & (columns_L < last_B1))
+        is_known_BL = is_real_BL & (columns_L < last_B1)
+        if "row_starts" in data.batch:
+            rows, starts = data.batch["row_starts"].nonzero(as_tuple=True)
+            is_known_BL[rows, starts + is_real_BL.size(1) - data.batch["row_starts"].size(1) - 1] = False
+        return RoutingRows(choices_BLMK, tuple(layers), _fingerprints(data), is_known_BL)
 
     def check(self, data: DataProto) -> None:
         """Raises ValueError unless ``data`` has the traced rows in their order."""

@@ -44,8 +44,15 @@ class MultiTurnConfig(Section):
     max_tool_response_length: int = key(256, _ONE_TURN, _NO_TOOLS, at_least(1))  #: characters of a tool's answer.
     #: which part of a longer answer is kept: ``left`` (its end), ``middle`` (both ends) or ``right`` (its beginning).
     tool_response_truncate_side: str = key("middle", _ONE_TURN, _NO_TOOLS, one_of("left", "middle", "right"))
+    #: where the template changes earlier tokens of a sample, as some leave out old thoughts: ``split`` goes on in a new
+    #: row, which is trained on beside the one before; ``refuse`` ends the sample.
+    on_changed_history: str = key("split", _ONE_TURN, one_of("split", "refuse"))
     #: wait for all answers of a step of the engine before the next, so that a run can be repeated to the last bit.
     fixed_order: bool = key(False, _ONE_TURN)
+
+    @property
+    def splits(self) -> bool:
+        return self.enable and self.on_changed_history == "split"
 
     def contradictions(self, where: str) -> Iterator[str]:
         if self.enable and (self.environment.path is None) == (self.tool_config_path is None):

@@ -55,6 +55,7 @@ def host_settings(config: PPOTrainerConfig) -> HostSettings | None:
         max_user_turns=turns.max_user_turns,
         max_calls=turns.max_tool_calls,
         max_seconds=turns.max_seconds,
+        splits=turns.splits,
     )
 
 
@@ -76,6 +77,9 @@ def tool_entries(path: str) -> list[dict[str, Any]]:
 
 class EnvironmentHost:
     """Requests go in at once, and replies are collected by a thread, so that the engine waits for neither.
+
+    Attributes:
+        is_deterministic: environments can be rebuilt by replaying their actions.
 
     Raises:
         RuntimeError: the tokenizer or the environment cannot be loaded.
@@ -106,6 +110,7 @@ class EnvironmentHost:
             problem = first.get("problem") or self._tail()
             self.close()
             raise RuntimeError(f"the environments of multi_turn cannot be run: {problem}")
+        self.is_deterministic = bool(first["is_deterministic"])
 
     def begin(self, sample: str, row: dict[str, Any], seed: int, turns: list[list[int]], is_answered: bool) -> None:
         """A sample begins, or is rebuilt from its turns; ``is_answered``: the answer to the last of these is wanted."""

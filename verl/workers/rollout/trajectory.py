@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -21,13 +22,16 @@ class Trajectory:
         request_id: of the sample; the engine's requests, a turn each, are named after it.
         limit: the most tokens after the prompt.
         row, environment_seed: what its environment begins with.
-        token_ids: the prompt and all that follows; is_sampled: which of the latter the model wrote; output_logprobs:
-            theirs, 0 of the others.
+        token_ids: the prompt and all that follows, of all its rows; is_sampled: which of the latter the model wrote;
+            output_logprobs: theirs, 0 of the others.
         versions: of the weights, of each sampled token.
         choices: experts [tokens, MoE layers, K] each, one behind another from the prompt's first token on.
         spans: (begin, end) after the prompt of each turn of the model.
+        row_starts: (index after the prompt where a new row begins, tokens of the row before it that it begins with).
         rewards: (index after the prompt of a turn's last token, its reward from the environment).
-        info: numbers that the environment told, summed up; seconds: that it took.
+        info: numbers that the environment told, summed up.
+        seconds: in the engine (``decode``), of the environment's calls, and of waiting for one to begin; since_s: when
+            the last of these began.
         request: the turn that the model writes; None while the environment is waited for.
     """
 
@@ -43,12 +47,18 @@ class Trajectory:
     versions: list[int] = field(default_factory=list)
     choices: list[np.ndarray] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)
+    row_starts: list[tuple[int, int]] = field(default_factory=list)
     rewards: list[tuple[int, float]] = field(default_factory=list)
     info: dict[str, float] = field(default_factory=dict)
-    seconds: float = 0.0
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("decode", "environment", "waiting"), 0.0))
+    since_s: float = field(default_factory=time.monotonic)
     finish_reason: str | None = None
     problem: str = ""
     request: Request | None = None
+
+    def anew(self) -> Trajectory:
+        """The same sample before its first turn."""
+        return Trajectory(self.request_id, self.seed, self.limit, [], self.priority, self.row, self.environment_seed)
 
     @property
     def num_output_tokens(self) -> int:
@@ -70,6 +80,16 @@ class Trajectory:
         return self.versions
 
     @property
+    def context(self) -> list[int]:
+        """The tokens of the last row, which the model goes on from."""
+        row, begin, prompt = list[int](), 0, self.num_prompt_tokens
+        for start, num_kept in [*self.row_starts, (self.num_output_tokens, 0)]:
+            row += self.token_ids[begin : prompt + start]
+            begin = prompt + start
+            last, row = row, row[:num_kept]
+        return last
+
+    @property
     def num_left(self) -> int:
         return self.limit - self.num_output_tokens
 
@@ -81,6 +101,7 @@ class Trajectory:
 
     def take(self, request: Request) -> None:
         """The model's next turn."""
+        self.seconds["decode"] += self._lap()
         sampled = request.output_token_ids
         self.spans.append((self.num_output_tokens, self.num_output_tokens + len(sampled)))
         self.token_ids += sampled
@@ -88,10 +109,18 @@ class Trajectory:
         self.output_logprobs += request.output_logprobs
         self.versions += request.policy_versions()
         if request.routed_experts is not None:
-            self.choices.append(request.routed_experts[sum(map(len, self.choices)) :])
+            start, num_kept = self.row_starts[-1] if self.row_starts else (-self.num_prompt_tokens, 0)
+            num_known = sum(map(len, self.choices))
+            unknown = self.num_prompt_tokens + start - num_known  # a row's last token was no input
+            if unknown > 0:
+                self.choices.append(np.zeros_like(request.routed_experts[:unknown]))
+                num_known += unknown
+            self.choices.append(request.routed_experts[num_kept + num_known - self.num_prompt_tokens - start :])
 
-    def give(self, token_ids: list[int]) -> None:
-        """What the model is given before its next turn."""
+    def give(self, token_ids: list[int], num_kept: int | None = None) -> None:
+        """What the model is given before its next turn: behind the first ``num_kept`` of a new row, or all of this."""
+        if num_kept is not None:
+            self.row_starts.append((self.num_output_tokens, num_kept))
         self.token_ids += token_ids
         self.is_sampled += [False] * len(token_ids)
         self.output_logprobs += [0.0] * len(token_ids)
@@ -102,9 +131,16 @@ class Trajectory:
             self.rewards.append((self.spans[-1][1] - 1, value))
 
     def add_info(self, numbers: dict[str, float], seconds: float) -> None:
-        self.seconds += seconds
+        """What the environment told, in a call of so many seconds."""
+        self.seconds["environment"] += seconds
+        self.seconds["waiting"] += max(self._lap() - seconds, 0.0)
         for name, value in numbers.items():
             self.info[name] = self.info.get(name, 0.0) + value
+
+    def _lap(self) -> float:
+        """Seconds since the last call."""
+        before, self.since_s = self.since_s, time.monotonic()
+        return self.since_s - before
 
     def state(self, request: Request | None) -> dict[str, Any]:
         """All of it as plain values, with the turn that was withdrawn, for another process or a checkpoint."""
@@ -115,10 +151,12 @@ class Trajectory:
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Trajectory:
         parts = [np.frombuffer(raw, dtype=kind).reshape(shape) for kind, shape, raw in state["choices"]]
-        return cls(**state | {"choices": parts})
+        return cls(**state | {"choices": parts, "since_s": time.monotonic()})
 
     def record(self) -> dict[str, Any]:
         """What the controller learns of the turns, as JSON."""
-        found: dict[str, Any] = {"num_turns": len(self.spans), "environment_s": self.seconds, "info": self.info}
+        found: dict[str, Any] = {"num_turns": len(self.spans), "spans": [list(span) for span in self.spans]}
+        found |= {"seconds": self.seconds, "info": self.info}
+        found |= {"row_starts": [list(start) for start in self.row_starts]} if self.row_starts else {}
         found |= {"rewards": [list(reward) for reward in self.rewards]}
         return found | ({"problem": self.problem} if self.problem else {})

@@ -113,9 +113,11 @@ class SampleStream:
     def restore(self, state: Sequence[UnfinishedSample]) -> None:
         """Takes over samples that ``state`` of any replica returned."""
         requests = [one for one in state if isinstance(one, Request)]
-        samples = [Trajectory.from_state(one) for one in state if not isinstance(one, Request)]
-        for sample in samples:
-            assert self._turns is not None, sample.request_id
+        for one in state:
+            if isinstance(one, Request):
+                continue
+            assert self._turns is not None, one["request_id"]
+            sample = self._turns.begun(Trajectory.from_state(one))
             self._turns.begin(sample)
             requests += [] if sample.request is None else [sample.request]
         for request in requests:

@@ -41,6 +41,10 @@ class TurnSource:
     ) -> None:
         self._host, self._channel, self._tp, self._device = host, channel, tp, device
         self._request_of, self._prompt_length, self._in_order = request_of, prompt_length, in_order
+        flags = [host is None or host.is_deterministic]
+        if tp.world_size > 1:
+            flags = exchange_objects(tp, [flags] * tp.world_size, device)
+        self._is_deterministic = all(flags)
         self.meta_info: dict[str, Any] = {}  # of the generation
         self._numbers = itertools.count()
         self._waiting: dict[str, Trajectory] = {}  # by their names with the host, which come once
@@ -50,7 +54,7 @@ class TurnSource:
 
     def begin(self, sample: Trajectory) -> None:
         """A new sample, whose prompt is what its environment begins with; or one that is under way, whose environment
-        is rebuilt from its turns.
+        is rebuilt from its turns. ``begun`` says which of these it is.
         """
         name = f"{self._channel}/{next(self._numbers)}"
         if sample.request is None:
@@ -59,6 +63,10 @@ class TurnSource:
             self._running[sample.request.request_id] = name, sample
         if self._host is not None:
             self._host.begin(name, sample.row, sample.environment_seed, sample.turns, sample.request is None)
+
+    def begun(self, sample: Trajectory) -> Trajectory:
+        """A sample of another source, for ``begin``: one whose environment cannot be rebuilt begins once more."""
+        return sample if self._is_deterministic or not sample.spans else sample.anew()
 
     def take_ended(self) -> list[Trajectory]:
         ended, self._ended = self._ended, []
@@ -127,7 +135,7 @@ class TurnSource:
         elif len(reply["token_ids"]) >= sample.num_left:
             self._end(name, sample, "length")
         else:
-            sample.give(reply["token_ids"])
+            sample.give(reply["token_ids"], reply.get("num_kept"))
             return True
         return False
 

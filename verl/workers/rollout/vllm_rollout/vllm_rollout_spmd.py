@@ -105,8 +105,10 @@ class vLLMRollout:
         Returns:
             What is trained on: input_ids and attention_mask [B, P + R], prompts left-padded and responses right-padded;
             responses and response_mask [B, R]; with ``calculate_log_probs`` rollout_log_probs (fp32, zero on padding)
-            [B, R]. For training with ``enable_rollout_routing_replay`` also routed_experts [B, P + R, MoE layers, K] of
-            a small integer type, zero where a token was not computed: padding, and the last one of each row.
+            [B, R]. With ``multi_turn.on_changed_history=split`` also row_starts [B, R]: where a new row of a sample
+            begins, 1 + the tokens of the row before it that it begins with, else 0. For training with
+            ``enable_rollout_routing_replay`` also routed_experts [B, P + R, MoE layers, K] of a small integer type,
+            zero where a token was not computed: padding, and the last one of each row.
         """
         columns, engine = prompts.non_tensor_batch, self.inference_engine.engine
         seeds = columns["sampling_seeds"]
@@ -196,11 +198,18 @@ class vLLMRollout:
             tensors["rollout_log_probs"] = _right_padded(log_probs, length, 0.0, torch.float32)
         if self.config.enable_rollout_routing_replay and not meta_info.get("validate", False):
             tensors["routed_experts"] = _routed_experts(samples, self.config.prompt_length, length)
+        num_kept = torch.zeros(len(samples), dtype=torch.int64)
+        if self.config.multi_turn.splits:
+            tensors["row_starts"] = torch.zeros_like(response_mask)
+            for row, sample in enumerate(of_turns):
+                for start, kept in sample.row_starts:
+                    tensors["row_starts"][row, start] = 1 + kept
+                    num_kept[row] += kept
         columns = {"finish_reason": as_rows([sample.finish_reason for sample in samples])}
         if of_turns:
             columns |= {
                 TURNS: as_rows([sample.record() for sample in of_turns]),
-                PROMPT_LENGTH: as_rows(prompt_lengths.tolist()),
+                PROMPT_LENGTH: as_rows((prompt_lengths + num_kept).tolist()),
             }
         return DataProto.from_dict(tensors=tensors, non_tensors=columns)
 
@@ -220,7 +229,7 @@ class vLLMRollout:
         # A draw depends on the seed and on how many tokens of its request are sampled: turns need seeds of their own.
         seed = derive_seed(sample.seed, number) if number else sample.seed
         name = f"{sample.request_id}.{number}"
-        return self.request(name, sample.token_ids, seed, sample.num_left, meta_info, priority)
+        return self.request(name, sample.context, seed, sample.num_left, meta_info, priority)
 
 
 def all_rank_shards(
