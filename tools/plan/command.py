@@ -25,7 +25,7 @@ from tools.plan.setup import (
 )
 from tools.plan.timing.constants import load_constants
 from tools.plan.timing.cost import predict, sensitivity
-from tools.plan.timing.run_shape import RunShape, default_lengths
+from tools.plan.timing.run_shape import Lengths, RunShape, default_lengths
 from verl.trainer.config import ConfigError, validate_config
 
 DESCRIPTION = "Plan a run: whether it fits, whether its ranks' calls match, and how long a step takes."
@@ -82,8 +82,7 @@ def _planned(
         schedule = run.config.trainer.schedule
         raise ValueError(f"trainer.schedule={schedule}: --search, --choose and --why-not are for schedule=sync alone")
     # Means are timed, while memory is planned for the longest rows.
-    given = {"prompt_mean": options.mean_prompt_length, "response_mean": options.mean_response_length}
-    lengths = replace(default_lengths(run.config), **{name: mean for name, mean in given.items() if mean is not None})
+    lengths = _lengths(options, default_lengths(run.config))
     constants = load_constants()
     if options.choose is not None:
         choice = choose(run, lengths, size, constants)
@@ -111,6 +110,24 @@ def _planned(
     return DOES_NOT_FIT if plan.problems else FITS
 
 
+def _lengths(options: argparse.Namespace, usual: Lengths) -> Lengths:
+    """``usual`` with the means that are given; ValueError for those of turns where a sample is one."""
+    means = {"prompt_mean": options.mean_prompt_length, "response_mean": options.mean_response_length}
+    lengths = replace(usual, **{name: mean for name, mean in means.items() if mean is not None})
+    turns = {"mean": options.mean_turns, "tool_s": options.mean_tool_seconds, "given": options.mean_given_tokens}
+    if not (turns := {name: mean for name, mean in turns.items() if mean is not None}):
+        return lengths
+    if usual.turns is None:
+        raise ValueError("--mean-turns, --mean-tool-seconds, --mean-given-tokens: rollout.multi_turn.enable is False")
+    found = replace(usual.turns, **turns)
+    if found.mean < 1 or min(found.tool_s, found.given) < 0 or found.given_tokens() >= lengths.response_mean:
+        raise ValueError(
+            f"{found.mean:g} turns with {found.given:g} given tokens and {found.tool_s:g} s after each: no sample of "
+            f"{lengths.response_mean:g} tokens has them; turns are 1 or more, and the model writes some tokens"
+        )
+    return replace(lengths, turns=found)
+
+
 def _count(text: str) -> int:
     """A whole number from 1 on; ValueError, which argparse words, for any other text."""
     if (number := int(text)) < 1:
@@ -130,6 +147,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--response-length", type=_count, help="tokens of every response (default: the longest allowed)")
     add("--mean-prompt-length", type=float, help="for the time (default: a quarter of the limit)")
     add("--mean-response-length", type=float, help="for the time (default: half of the limit)")
+    add("--mean-turns", type=float, help="of the model in a sample (default: half of multi_turn.max_assistant_turns)")
+    add("--mean-tool-seconds", type=float, help="of an environment's call (default: 1)")
+    add("--mean-given-tokens", type=float, help="after it (default: a fourth of max_tool_response_length)")
     load = (
         "rows of a rank's experts over the mean of the ranks that share them: a number (1 is balanced, as many as "
         "there are ranks the worst), or a run's metrics.jsonl, whose largest actor/expert_load_max it then is"

@@ -19,6 +19,7 @@ from tools.plan.timing.published import PublishedRun, published_model, published
 from tools.plan.timing.rollout import RolloutTimes, rollout_seconds
 from tools.plan.timing.training import pipeline_seconds
 from tools.plan.timing.transitions import dispatch_seconds, weight_sync_seconds
+from tools.plan.timing.turns import TOOLS, Turns, generation_terms
 
 
 def run_called(name: str) -> PublishedRun:
@@ -187,6 +188,38 @@ def test_fp8_is_faster_where_a_device_multiplies_it() -> None:
     times = (RolloutTimes(in_fp8, device, rates) for device in (hopper, without))
     fp8_s, stored_s = (found.decode_step(many, 64)["weights"] for found in times)
     assert fp8_s == pytest.approx(stored_s * 989 / 1979, rel=0.2)
+
+
+def test_turns_cost_what_their_tools_keep_from_decoding() -> None:
+    """Without tools they take as long as single answers; other samples hide calls, until the last ones wait."""
+    run, rates = run_called("cann, random weights"), load_constants().rates("ascend")
+
+    def seconds(turns: Turns | None) -> dict[str, float]:
+        lengths = replace(run.shape.lengths, turns=turns)
+        return rollout_seconds(replace(run.shape, lengths=lengths), run.device, rates)
+
+    single = sum(seconds(None).values())
+    assert sum(seconds(Turns(4, 8, 0.0, 0.0)).values()) == pytest.approx(single, rel=0.1)
+    quick, slow = seconds(Turns(4, 8, 2.0, 0.0)), seconds(Turns(4, 8, 1000.0, 0.0))
+    assert quick[TOOLS] < 0.02 * single and sum(quick.values()) < 1.2 * single
+    assert slow[TOOLS] > 0.5 * sum(slow.values()) > 1000
+    given = seconds(Turns(4, 8, 0.0, 200.0))
+    assert given["prefill"] > seconds(None)["prefill"]
+    assert sum(given.values()) - given["prefill"] < single - seconds(None)["prefill"]
+
+
+def test_waiting_samples_leave_their_slot_to_others() -> None:
+    """64 samples of two turns on 8 slots; a step takes a second, whatever runs."""
+    lengths = length_distribution(10.0, 10)
+
+    def spent(tool_s: float, slots: float) -> dict[str, float]:
+        turns = Turns(2, 2, tool_s, 0.0, spread=0.0)
+        return generation_terms(turns, lengths, 4.0, 64.0, slots, 1, lambda sequences, context: {"step": 1.0})
+
+    assert spent(0.0, 64) == {TOOLS: 0.0, "step": 10.0}
+    assert spent(30.0, 64) == {TOOLS: 30.0, "step": 10.0}
+    assert spent(0.0, 8) == {TOOLS: 0.0, "step": 80.0}
+    assert spent(30.0, 8) == {TOOLS: 0.0, "step": 80.0}  # the first eight return while others decode
 
 
 def test_dispatch_is_as_late_as_published() -> None:

@@ -90,6 +90,9 @@ def sensitivity(shape: RunShape, device: DeviceProfile, constants: Constants) ->
         ("twice the response length", replace(shape, lengths=longer)),
         (f"response lengths spread {WIDER_SPREAD} instead of {lengths.spread}", replace(shape, lengths=wider)),
     ]
+    if (turns := lengths.turns) is not None:
+        slower = replace(lengths, turns=replace(turns, tool_s=2 * turns.tool_s))
+        changed.append(("tools twice as slow", replace(shape, lengths=slower)))
     if shape.model.n_routed_experts:
         changed += [
             ("experts loaded evenly", replace(shape, expert_load_spread=0.0)),

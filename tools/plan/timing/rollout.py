@@ -17,6 +17,7 @@ from tools.plan.model_work import busiest_rank, model_work
 from tools.plan.timing.constants import Rates
 from tools.plan.timing.links import Links, consecutive_group
 from tools.plan.timing.run_shape import DECODE_FEATURES, RunShape
+from tools.plan.timing.turns import generation_terms
 
 CACHE_BYTES = 2  # bf16
 ACTIVATION_BYTES = 4 << 30  # what a step needs in addition to weights and cache
@@ -62,18 +63,23 @@ class RolloutTimes:
         slots = min(rows, self.running_sequences(mean_context))
         terms = dict.fromkeys(TERMS, 0.0)
         terms["prefill"] = self._prefill(rows)
+        turns, never_ends = lengths.turns, self.shape.schedule == "fully_async"
 
         def spend(sequences: float, context: float, count: float) -> None:
             for name, seconds in self.decode_step(sequences, context).items():
                 terms[name] += seconds * count
 
         # While rows wait, every slot is taken: (rows - slots) rows pass before the last one starts. A generation that
-        # never stops for a step always has waiting rows.
-        never_ends = self.shape.schedule == "fully_async"
-        spend(slots, mean_context, (rows if never_ends else rows - slots) * responses.mean / slots)
+        # never stops for a step always has waiting rows; samples that wait for a tool then cost nothing.
         if never_ends:
+            sampled = responses.mean - (turns.given_tokens() if turns is not None else 0.0)
+            spend(slots, mean_context, rows * max(sampled, 1.0) / slots)
             return terms
         terms["memory"] = self.rates.generation_fixed_s
+        if turns is not None:
+            given = (turns, responses, lengths.prompt_mean, rows, slots, self.rollout.dp)
+            return terms | generation_terms(*given, self.decode_step)
+        spend(slots, mean_context, (rows - slots) * responses.mean / slots)
         longest = responses.max_of(slots * self.rollout.dp)
         before = 0.0
         for point, ended in zip(responses.points, (0.0, *responses.below), strict=False):
@@ -165,9 +171,17 @@ class RolloutTimes:
             + work.num_dense * work.layer.dense_mlp
             + work.num_moe * (work.topk * work.layer.expert + work.layer.shared)
         )
-        scores = work.num_layers * work.layer.score * prompt / 2
-        token_s = per_token / self.peak_of_weights + scores / self.device.peak_flops
-        return rows * prompt * token_s / self.rollout.tp / self.rates.train_efficiency
+
+        def seconds(tokens: float, context: float) -> float:
+            scores = work.num_layers * work.layer.score * context / 2
+            token_s = per_token / self.peak_of_weights + scores / self.device.peak_flops
+            return tokens * token_s / self.rollout.tp / self.rates.train_efficiency
+
+        spent = seconds(rows * prompt, prompt)
+        if (turns := self.lengths.turns) is not None:  # what was computed before is found in the cache
+            num_all = self.shape.generated_sequences / self.rollout.replicas
+            spent += seconds(num_all * turns.given_tokens(), 2 * prompt + self.lengths.responses.mean)
+        return spent
 
     def _graph_size(self, sequences: float) -> float:
         """Sequences that a step computes: the smallest captured graph that holds them; without graphs, themselves."""

@@ -9,6 +9,7 @@ from typing import Any
 from hf_formats.config import HFModelConfig
 from megatron.core.parallel_layout import ParallelLayout
 from tools.plan.timing.lengths import DEFAULT_SPREAD, LengthDistribution, length_distribution
+from tools.plan.timing.turns import Turns, default_turns
 from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.config.schedule import SCHEDULES
 from verl.workers.config import RolloutConfig
@@ -32,6 +33,7 @@ class Lengths:
     response_limit: int
     spread: float = DEFAULT_SPREAD  # standard deviation of the logarithm of uncut response lengths; 0: all equal
     together: int = 1  # samples that compute a prompt once
+    turns: Turns | None = None  # None: a sample is one turn
 
     @property
     def responses(self) -> LengthDistribution:
@@ -281,6 +283,7 @@ def default_lengths(config: PPOTrainerConfig) -> Lengths:
         prompt_limit=config.data.max_prompt_length,
         response_limit=limit,
         spread=0.0 if is_fixed else DEFAULT_SPREAD,
+        turns=default_turns(config.actor_rollout_ref.rollout),
     )
 
 
