@@ -45,6 +45,22 @@ def test_every_estimator_of_the_enumeration_is_registered_under_both_forms_of_it
     assert core_algos.get_adv_estimator_fn("gae") is core_algos.compute_gae_advantage_return
 
 
+def test_grpo_by_turns_credits_a_turn_with_what_came_from_it_on() -> None:
+    """Two samples of one prompt: turns with the rewards 1, 0 and 0.5; 0.25. They are normalised together."""
+    mask = torch.tensor([[1, 1, 0, 1, 0, 0, 1, 0], [1, 1, 1, 0, 0, 0, 0, 0]]).float()
+    rewards = torch.zeros(2, 8)
+    rewards[0, 1], rewards[0, 6], rewards[1, 2] = 1.0, 0.5, 0.25
+    given = torch.tensor([1.0, 0.0, 0.5, 0.25], dtype=torch.float64)
+    first, second, third, other = ((given - given.mean()) / (given.std() + 1e-6)).tolist()
+    expected = [[first + second + third] * 2, [second + third], [third]]
+    advantages, _ = estimate_advantages("grpo_turns", rewards, mask, np.array(["a", "a"]), AlgoConfig())
+    assert advantages[0].tolist() == pytest.approx([*expected[0], 0, *expected[1], 0, 0, *expected[2], 0], abs=1e-6)
+    assert advantages[1].tolist() == pytest.approx([other] * 3 + [0] * 5, abs=1e-6)
+    assert _by_row("grpo_turns") == pytest.approx(_by_row("grpo"))
+    without = AlgoConfig(norm_adv_by_std_in_grpo=False)
+    assert _by_row("grpo_turns", without) == pytest.approx(_by_row("grpo", without))
+
+
 def test_opo_weighs_the_baseline_by_length() -> None:
     of_a, of_b = (2 * 1.0 + 1 * 0.0 + 3 * 0.5) / 6, (3 * 0.0 + 1 * 0.2) / 4
     assert _by_row("opo") == pytest.approx([1 - of_a, -of_a, 0.5 - of_a, -of_b, 0.2 - of_b], abs=1e-6)

@@ -15,7 +15,7 @@ REJECTIONS = [f"{scope}_k{k}" for scope in ("token", "seq_sum", "seq_mean") for 
 REJECTIONS += ["seq_max_k2", "seq_max_k3"]
 OF_LEVEL = dict(zip(LEVELS, ("token_k1", "seq_sum_k1", "seq_mean_k1"), strict=True))
 # What the estimators of this repository read; those of a user may read any key.
-_DIVIDE_BY_STD = ("grpo", "grpo_vectorized", "grpo_passk")
+_DIVIDE_BY_STD = ("grpo", "grpo_vectorized", "grpo_passk", "grpo_turns")
 _BASELINES = ("rloo", "rloo_vectorized", "opo", "gpg", "reinforce_plus_plus_baseline")
 _SMALL_SHARE = Values("expected above 0 and below 1, as 1e-4", lambda value: 0 < value < 1)
 _FIXED = beside("type", "fixed")

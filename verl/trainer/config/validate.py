@@ -12,7 +12,7 @@ from verl.trainer.config.model_keys import config_json
 from verl.workers.config.overrides import OP_CHOICES
 from verl.workers.config.profiler import profiling_problems
 
-_OF_GROUPS = ("grpo", "grpo_vectorized", "gdpo", "rloo", "rloo_vectorized", "opo", "gpg")
+_OF_GROUPS = ("grpo", "grpo_vectorized", "grpo_turns", "gdpo", "rloo", "rloo_vectorized", "opo", "gpg")
 _ACTOR, _REF = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.ref.megatron"
 
 

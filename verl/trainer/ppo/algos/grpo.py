@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from verl.trainer.ppo.algos.groups import GroupIndex, group_ids, group_sums
 from verl.trainer.ppo.algos.registry import AdvantageEstimator, register_adv_est
-from verl.utils.masks import row_rewards
+from verl.utils.masks import finite_outside, row_rewards
 
 if TYPE_CHECKING:  # the package of the config needs Hydra, which a machine for measurements lacks
     from verl.trainer.config.algorithm import AlgorithmSection
@@ -50,6 +51,36 @@ def compute_grpo_outcome_advantage(
 compute_grpo_vectorized_outcome_advantage = register_adv_est(AdvantageEstimator.GRPO_VECTORIZED)(
     compute_grpo_outcome_advantage
 )
+
+
+@register_adv_est(AdvantageEstimator.GRPO_TURNS)
+@torch.no_grad()
+def compute_grpo_turn_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: GroupIndex,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """A of a turn = sum over it and later turns of (r - mean) / (std + epsilon), over all turns of a prompt's samples.
+
+    It is GRPO with process supervision (2402.03300, 4.1.3), for rewards of every turn; r is the sum of a turn's
+    rewards, and a turn is a run of tokens that the model wrote. Shapes as in ``compute_grpo_outcome_advantage``, whose
+    result it has where every sample is one turn.
+    """
+    is_sampled_BR = response_mask > 0
+    begins_BR = is_sampled_BR & ~F.pad(is_sampled_BR, (1, 0))[:, :-1]
+    turns_BR = (begins_BR.cumsum(-1) - 1).clamp(min=0)
+    num_turns_B1 = begins_BR.sum(-1, keepdim=True)
+    has_BT = torch.arange(max(1, int(num_turns_B1.max()))) < num_turns_B1
+    rewards_BT = torch.zeros(has_BT.shape, dtype=torch.float64)
+    rewards_BT.scatter_add_(1, turns_BR, finite_outside(token_level_rewards, response_mask).double() * response_mask)
+    ids_BT = group_ids(index)[:, None].expand_as(has_BT)
+    centred_BT = torch.zeros_like(rewards_BT)
+    centred_BT[has_BT] = _centred(rewards_BT[has_BT], ids_BT[has_BT], epsilon if norm_adv_by_std_in_grpo else None)
+    to_go_BT = centred_BT.flip(-1).cumsum(-1).flip(-1)
+    advantages = to_go_BT.gather(1, turns_BR).to(token_level_rewards.dtype) * response_mask
+    return advantages, advantages
 
 
 @register_adv_est(AdvantageEstimator.GRPO_PASSK)

@@ -32,6 +32,7 @@ class AdvantageEstimator(StrEnum):
     RLOO_VECTORIZED = "rloo_vectorized"
     GRPO_VECTORIZED = "grpo_vectorized"
     GDPO = "gdpo"
+    GRPO_TURNS = "grpo_turns"
 
 
 def register_adv_est(name_or_enum: str | AdvantageEstimator) -> Any:
