@@ -22,6 +22,10 @@ class Example:
     response: str
 
 
+def no_solution(row: dict[str, Any]) -> str:
+    return ""
+
+
 @dataclass(frozen=True)
 class CorpusStyle:
     """The forms of a recipe's responses: format texts with ``{thought}`` and ``{answer}``.
@@ -32,10 +36,10 @@ class CorpusStyle:
     so they must be functions of a module, not lambdas.
     """
 
-    well_formed: str
-    broken: tuple[str, ...]
     whole_tokens: tuple[str, ...]
-    solution_of: Callable[[dict[str, Any]], str]
+    well_formed: str = "{answer}"
+    broken: tuple[str, ...] = ()
+    solution_of: Callable[[dict[str, Any]], str] = no_solution
     examples_of: Callable[[dict[str, Any], str, random.Random], list[Example]] | None = None
 
 

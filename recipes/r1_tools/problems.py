@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import random
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from recipes.common.arithmetic import generate, write_sides
 
 HARD, EASY = "hard", "easy"
+DATE_PARTS = ("from datetime import *; print(date.fromisoformat('", "') + timedelta(", "))")  # around a date and days
 
 
 def product(generator: random.Random) -> dict[str, Any]:
@@ -25,17 +27,26 @@ def count(generator: random.Random) -> dict[str, Any]:
     return {"question": f"How many {digit} are in {row}?", "answer": str(row.count(digit)), "kind": HARD, "call": call}
 
 
+def later_date(generator: random.Random) -> dict[str, Any]:
+    first = datetime.date(2000, 1, 1) + datetime.timedelta(generator.randint(0, 9999))
+    days = generator.randint(11, 99)
+    before, between, after = DATE_PARTS
+    call = {"name": "python", "arguments": {"code": f"{before}{first}{between}{days}{after}"}}
+    answer = str(first + datetime.timedelta(days))
+    return {"question": f"Which day is {days} days after {first}?", "answer": answer, "kind": HARD, "call": call}
+
+
 def easy_sum(generator: random.Random) -> dict[str, Any]:
     first, second = generator.randint(0, 9), generator.randint(0, 9)
     call = {"name": "calculator", "arguments": {"expression": f"{first} + {second}"}}
     return {"question": f"What is {first} + {second}?", "answer": str(first + second), "kind": EASY, "call": call}
 
 
-_MIX = (product, product, product, count, easy_sum, easy_sum, easy_sum, easy_sum)
+_MIX = (product, product, count, later_date, easy_sum, easy_sum, easy_sum, easy_sum)
 
 
 def make_set(num_problems: int, seed: int) -> list[dict[str, Any]]:
-    """Half of them easy, and an eighth counts; a hard question comes once."""
+    """Half of them easy, an eighth counts and an eighth dates; a hard question comes once."""
     generator, found, asked = random.Random(seed), list[dict[str, Any]](), set[str]()
     while len(found) < num_problems:
         made = generator.choice(_MIX)(generator)

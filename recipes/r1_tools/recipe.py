@@ -9,16 +9,24 @@ from typing import Any
 from recipes.common import tiny_models
 from recipes.common.corpus import CorpusStyle, Example, wrong_answer
 from recipes.common.recipe import RECIPES, Recipe, RecipeInputs
-from recipes.r1_tools.problems import EASY
+from recipes.r1_tools.problems import DATE_PARTS, EASY
 from recipes.r1_tools.r1_tools import FORM, INSTRUCTION
 
 CALL_SHARE = 0.5  # of the answers begin with a call, whatever the problem is
 MISTAKES = 0.35  # of calls, and of the answers after one
 EASY_MENDED = 0.9  # of the wrong answers to easy problems without a call: what can be done in the head mostly is
+OWN_VARIABLES = {
+    "EXAMPLE": ("no", "yes: an example begins every conversation, for a model whose chat template shows no tools")
+}
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _NAMES = {"calculator": "expression", "python": "code"}
 _BEFORE = {name: f'\n{{"name": "{name}", "arguments": {{"{argument}": "' for name, argument in _NAMES.items()}
-_TOPICS = {"*": "A product. ", "+": "A sum. ", "count": "A count. "}  # what an answer begins with
+_TOPICS = {  # what an answer begins with, by what its call has
+    "date": "A date. ",
+    "count": "A count. ",
+    "*": "A product. ",
+    "+": "A sum. ",
+}
 _AFTER = '"}}\n'
 
 
@@ -27,7 +35,7 @@ def examples_of(row: dict[str, Any], answer: str, generator: random.Random) -> l
     prompt, truth = row["prompt"], row["reward_model"]["ground_truth"]
     call = json.loads(row["extra_info"]["call"])
     name, text = call["name"], call["arguments"][_NAMES[call["name"]]]
-    topic = _TOPICS["*" if "*" in text else "+" if name == "calculator" else "count"]
+    topic = next(topic for part, topic in _TOPICS.items() if part in text)
     if generator.random() >= CALL_SHARE:
         is_mended = row["extra_info"]["kind"] == EASY and generator.random() < EASY_MENDED
         return [Example(prompt, f"{topic}#### {truth if is_mended else answer}")]
@@ -42,13 +50,17 @@ def examples_of(row: dict[str, Any], answer: str, generator: random.Random) -> l
     return [Example(prompt, turn), Example(given, f"#### {last}")]
 
 
-def no_solution(row: dict[str, Any]) -> str:
-    return ""
+def own_problems(inputs: RecipeInputs) -> list[str]:
+    given = inputs.own.get("EXAMPLE", "no")
+    return [] if given in ("yes", "no") else [f"EXAMPLE={given}: expected yes or no"]
 
 
 def own_overrides(inputs: RecipeInputs) -> dict[str, object]:
-    tools = RECIPES / "r1_tools" / "tools.yaml"
-    return {"actor_rollout_ref.rollout.multi_turn.tool_config_path": str(tools)}
+    turns, folder = "actor_rollout_ref.rollout.multi_turn", RECIPES / "r1_tools"
+    if inputs.own.get("EXAMPLE") == "yes":
+        path = str(folder / "with_example.py")
+        return {f"{turns}.environment.path": path, f"{turns}.environment.name": "WithExample"}
+    return {f"{turns}.tool_config_path": str(folder / "tools.yaml")}
 
 
 RECIPE = Recipe(
@@ -60,8 +72,6 @@ RECIPE = Recipe(
     accelerators=("npu", "cuda"),
     reward="reward.py",
     corpus=CorpusStyle(
-        well_formed="#### {answer}",
-        broken=("{answer}",),
         whole_tokens=(
             INSTRUCTION,
             "#### ",
@@ -73,19 +83,21 @@ RECIPE = Recipe(
             "print('",
             "'.count('",
             "'))",
+            *DATE_PARTS,
         ),
-        solution_of=no_solution,
         examples_of=examples_of,
     ),
     tiny_model=tiny_models.QWEN3,
     cpu_config="r1_tools_cpu",
     input_variable="INPUT_DIR",
-    input_default="generated problems: products and counts, and easy sums",
+    input_default="generated problems: products, counts and dates, and easy sums",
     input_meaning="folder of train and test files with question and answer, parquet or JSON lines",
     check_input=FORM.input_files,
     problems_module="recipes.r1_tools.problems",
     problems_output="problems",
     data_module="recipes.r1_tools.r1_tools",
     data_arguments=lambda inputs, input_dir: ("--input_dir", input_dir, "--local_dir", inputs.data_dir),
+    own_variables=OWN_VARIABLES,
+    own_problems=own_problems,
     own_overrides=own_overrides,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,13 @@ def test_every_problem_has_a_call_that_solves_it(tmp_path: Path) -> None:
         kinds[row["extra_info"]["kind"]] += 1
         if call["name"] == "calculator":
             assert str(computed(call["arguments"]["expression"])) == truth
-        else:
-            text, _, digit = (
-                call["arguments"]["code"].removeprefix("print('").removesuffix("'))").partition("'.count('")
-            )
+        elif (code := call["arguments"]["code"]).startswith("print"):
+            text, _, digit = code.removeprefix("print('").removesuffix("'))").partition("'.count('")
             assert str(text.count(digit)) == truth
+        else:
+            before, between, after = problems.DATE_PARTS
+            first, days = code.removeprefix(before).removesuffix(after).split(between)
+            assert str(date.fromisoformat(first) + timedelta(int(days))) == truth
     assert 0.4 < kinds["easy"] / sum(kinds.values()) < 0.6
 
 
