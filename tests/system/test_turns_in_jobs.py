@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from tests.system.command import read_metrics
 from tests.system.in_process import fit, in_process_config
 from tests.system.jobs import Job, Prepared, assert_same_result
 from tests.system.test_asynchronous_schedule import FULLY_ASYNC
+from tests.system.test_killed_whole import KILLS, STEPS_OF_KILLS, live_and_die
 from verl.trainer.config.override_text import override
 from verl.trainer.preflight import preflight_problems
 from verl.utils.net_utils import free_ports
@@ -37,6 +39,8 @@ class Again:
         return "And?", letters % 3 / 10, self.left == 0, {"letters": letters}
 '''
 
+BESIDE = ("actor_rollout_ref.hybrid_engine=False", "rollout.nnodes=1", "rollout.n_gpus_per_node=1")
+
 pytestmark = pytest.mark.timeout(900)
 
 
@@ -46,8 +50,22 @@ def _turns(folder: Path) -> tuple[str, ...]:
     return (f"{TURNS}.enable=true", path, f"{TURNS}.environment.name=Again", f"{TURNS}.fixed_order=true")
 
 
-def test_two_steps_of_several_turns(local_ray: None, converted: Prepared, tmp_path: Path) -> None:
-    config = in_process_config(converted, tmp_path, 2, 2, *_turns(tmp_path))
+SCHEDULES: dict[str, tuple[str, ...]] = {
+    "sync": ("trainer.n_gpus_per_node=2",),
+    "one_step_off": ("trainer.schedule=one_step_off", *BESIDE),
+    "fully_async": ("trainer.schedule=fully_async", "algorithm.rollout_correction={rollout_is:token}", *BESIDE),
+    "stop_early": (
+        "trainer.schedule=fully_async",
+        *BESIDE,
+        "algorithm.filter_groups={enable:True,metric:score,stop_early:True}",
+        "data.gen_batch_size=12",
+    ),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_two_steps_of_several_turns(local_ray: None, converted: Prepared, tmp_path: Path, schedule: str) -> None:
+    config = in_process_config(converted, tmp_path, 1, 2, *_turns(tmp_path), *SCHEDULES[schedule])
     assert preflight_problems(config) == []
     fit(config)
     rows = [row for row in read_metrics(tmp_path) if row["step"]]
@@ -55,7 +73,7 @@ def test_two_steps_of_several_turns(local_ray: None, converted: Prepared, tmp_pa
     assert undocumented(name for row in rows for name in row) == []
     for row in rows:
         assert row["actor/grad_norm"] > 0 and math.isfinite(row["actor/pg_loss"])
-        assert row["training/rollout_probs_diff_max"] < 1e-4
+        assert schedule in ("fully_async", "stop_early") or row["training/rollout_probs_diff_max"] < 1e-4
         assert row["num_turns/min"] == 1 and row["num_turns/max"] > 1
         assert row["environment/letters"] > 0 and row["reward/environment_reward"] > 0
     lines = [json.loads(line) for line in (tmp_path / "reward_ledger" / "step_1.jsonl").read_text().splitlines()]
@@ -80,6 +98,24 @@ def test_a_killed_run_is_one_that_never_stopped(prepared: Prepared, tmp_path: Pa
         assert command.left_behind() == []
     struck.finish()
     assert_same_result(struck, whole)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_twenty_kills_lose_nothing_of_samples_under_way(prepared: Prepared, tmp_path: Path) -> None:
+    """All of it at random moments, while samples wait for their environments, are cut, and are carried over."""
+    overrides = (*FULLY_ASYNC, *_turns(tmp_path), "trainer.save_freq=1")
+    whole, killed = (
+        Job(prepared, tmp_path / name, STEPS_OF_KILLS, overrides=overrides, variables={"NNODES": 1})
+        for name in ("whole", "killed")
+    )
+    whole.finish()
+    moments = random.Random(47)
+    for kill in range(KILLS):
+        live_and_die(killed, f"kill_{kill + 1}", moments.randint(0, 1), moments.uniform(0, 3))
+        assert killed.newest_step < STEPS_OF_KILLS, "it must not end before the last kill"
+    killed.finish()
+    assert_same_result(killed, whole)
 
 
 @pytest.mark.slow

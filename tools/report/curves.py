@@ -103,6 +103,22 @@ CHARTS = (
     ),
 )
 
+TURN_CHARTS = (
+    Chart(
+        "turns",
+        "Turns of a sample",
+        "mean of a step",
+        {"turns": "num_turns/mean", "calls": "environment/tool_calls", "failed calls": "environment/failed_calls"},
+        "{:.2f}",
+    ),
+    Chart(
+        "turn_seconds",
+        "Time of a sample",
+        "seconds, mean of a step",
+        {"decode": "timing_s/decode/mean", "tools": "timing_s/environment/mean", "waiting": "timing_s/waiting/mean"},
+    ),
+)
+
 # What the live page shows of them: each costs time of a machine that trains.
 LIVE_CHARTS = (*CHARTS[:3], Chart("seconds", "Time of a step", "seconds", {"step": "timing_s/step"}, "{:.1f}"))
 

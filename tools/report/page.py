@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.report.curves import CHARTS, LIVE_CHARTS, Chart, as_svg
+from tools.report.curves import CHARTS, LIVE_CHARTS, TURN_CHARTS, Chart, as_svg
 from tools.report.learning import signs_of, verdict
 from tools.report.phases import LABELS, STEP, phases
 from tools.report.run_data import RunData, is_finite
@@ -35,7 +35,7 @@ def render(run: RunData) -> str:
         [
             _head(run),
             _learning(run),
-            _curves(run, CHARTS),
+            _curves(run, (*CHARTS, *(TURN_CHARTS if run.series("num_turns/mean") else ()))),
             _phases(run),
             _transcripts(run),
             _data(run),

@@ -165,8 +165,20 @@ function fact(name, value) {
   return made;
 }
 
+const turnOf = (record, i) => (record.turns ?? []).findIndex(([begin, end]) => begin <= i && i < end);
+const isGiven = (record, i) => record.turns !== undefined && turnOf(record, i) < 0;
+
+function turns(record) {
+  return (record.turns ?? []).map(([begin, end, reward], k) =>
+    fact(`turn ${k + 1}`, `${end - begin} tokens, reward ${number(reward, 3)}`));
+}
+
 function tell(record, i) {
   const value = (name) => number(record[name] && record[name][i], 7);
+  if (isGiven(record, i)) {
+    at("token").textContent = `token ${i + 1}  ${JSON.stringify(record.tokens[i])}  given to the model`;
+    return;
+  }
   at("token").textContent = `token ${i + 1}  ${JSON.stringify(record.tokens[i])}  rollout ${value("rollout_log_probs")}` +
     `  training ${value("log_probs")}  difference ${small(difference(record, i))}  version ${versionOf(record, i)}`;
 }
@@ -177,7 +189,8 @@ function response(record, kind, scale) {
   record.tokens.forEach((text, i) => {
     const token = element("span", text === "" ? "token waiting" : "token", text);
     const background = kind === "none" ? "transparent" : colour(record, i, kind, scale);
-    if (background === null) token.classList.add("unknown");
+    if (isGiven(record, i)) token.classList.add("given");
+    else if (background === null) token.classList.add("unknown");
     else token.style.backgroundColor = background;
     token.addEventListener("mouseenter", () => tell(record, i));
     made.append(token);
@@ -201,11 +214,13 @@ function drawSample() {
     fact("reward", number(chosen.reward, 3)), fact("advantage", number(chosen.advantage, 3)),
     fact("length", chosen.length), fact("version", versions(chosen)), fact("ended by", chosen.finish_reason ?? "unknown"));
   for (const [name, value] of Object.entries(chosen.parts)) facts.append(fact(name, number(value, 3)));
+  const ofTurns = element("div", "facts");
+  ofTurns.append(...turns(chosen));
   const told = element("div", "", "point at a token");
   told.id = "token";
   place.replaceChildren(facts, element("h2", "", "Prompt"), element("div", "text", chosen.prompt),
     element("h2", "", "Ground truth"), element("div", "text", chosen.ground_truth),
-    element("h2", "", "Response"), legend(kind, scale), response(chosen, kind, scale), told);
+    element("h2", "", "Response"), ofTurns, legend(kind, scale), response(chosen, kind, scale), told);
 }
 
 // Start

@@ -62,9 +62,11 @@ def compute_data_metrics(batch: DataProto) -> dict[str, float]:
 
 
 def _turn_metrics(turns: np.ndarray, reasons: np.ndarray) -> dict[str, float]:
-    """Turns and seconds of environments, the numbers that these told, and the share of samples by how they ended."""
+    """Turns and seconds of samples, what their environments told, and the share of samples by how they ended."""
     metrics = _spread("num_turns", torch.tensor([record["num_turns"] for record in turns]))
-    metrics |= _spread("timing_s/environment", torch.tensor([record["environment_s"] for record in turns]))
+    metrics["num_turns/new_rows"] = float(np.mean([len(record.get("row_starts", ())) for record in turns]))
+    for part in ("decode", "environment", "waiting"):
+        metrics |= _spread(f"timing_s/{part}", torch.tensor([record["seconds"][part] for record in turns]))
     for name in sorted({name for record in turns for name in record["info"]}):
         metrics[f"environment/{name}"] = float(np.mean([record["info"].get(name, 0.0) for record in turns]))
     for reason in sorted(set(reasons)):

@@ -100,9 +100,13 @@ class SampleRecords(StepFiles):
         }
         reasons, parts = texts.get("finish_reason"), dict(texts[REWARD_PARTS][row])
         versions = texts[VERSIONS][row] if VERSIONS in texts else [[step - 1, sum(is_sampled)]]
+        turns: dict[str, Any] = {}
         if TURNS in texts:
+            record = texts[TURNS][row]
             versions = _over_given(versions, is_sampled)
-            parts |= _of_turns(texts[TURNS][row])
+            parts |= {"num_turns": record["num_turns"], **record["info"]}
+            parts |= {f"{name}_s": seconds for name, seconds in record["seconds"].items()}
+            turns = {"turns": _turns(record)}
         return {
             "step": step,
             "uid": str(texts["uid"][row]),
@@ -118,6 +122,7 @@ class SampleRecords(StepFiles):
             "advantage": _finite(float(tensors["advantages"][row][is_sampled_R].mean())),
             "length": len(token_ids),
             "finish_reason": None if reasons is None else reasons[row],
+            **turns,
         }
 
 
@@ -129,10 +134,10 @@ def _over_given(versions: list[list[int]], is_sampled: list[bool]) -> list[list[
     return [[version, len(list(tokens))] for version, tokens in runs] or versions
 
 
-def _of_turns(record: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a sample's turns, and the reward at each token that has one, beside the parts of its reward."""
-    rewards = {f"reward_at_{position + 1}": reward for position, reward in record["rewards"]}
-    return {"num_turns": record["num_turns"], **record["info"], **rewards}
+def _turns(record: dict[str, Any]) -> list[list[float]]:
+    """Of each turn of the model (first token, token behind the last, its environment's reward)."""
+    rewards = dict(record["rewards"])
+    return [[begin, end, rewards.get(end - 1, 0.0)] for begin, end in record["spans"]]
 
 
 def chosen_rows(uids: np.ndarray, max_rows: int) -> list[int]:
