@@ -135,7 +135,7 @@ def _over_given(versions: list[list[int]], is_sampled: list[bool]) -> list[list[
 
 
 def _turns(record: dict[str, Any]) -> list[list[float]]:
-    """Of each turn of the model (first token, token behind the last, its environment's reward)."""
+    """The turns of the model: (first token, token behind the last, its environment's reward)."""
     rewards = dict(record["rewards"])
     return [[begin, end, rewards.get(end - 1, 0.0)] for begin, end in record["spans"]]
 

@@ -175,7 +175,6 @@ def pack_micro_batch(
     rows_b, mask_bL, own_bL = _sequences(attention_mask_BL[members].bool(), starts_of_members)
     chosen = members[rows_b]
     lengths_b = mask_bL.sum(-1)
-    num_real = int(lengths_b.sum())
     lengths_b = padded_lengths(lengths_b, cp_size)
     lengths = lengths_b.tolist()
     num_cols = response_mask_BR.size(1)
@@ -186,8 +185,7 @@ def pack_micro_batch(
     num_repeated = int(mask_bP[repeats_b].sum())
     num_used, step = sum(lengths), math.lcm(2 * cp_size if cp_size > 1 else 1, cp_size * multiple)
     num_dummy = -(num_used - num_repeated) % step if num_used else step
-    if num_dummy:
-        lengths.append(num_dummy)
+    lengths += [num_dummy] if num_dummy else []
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
     # The packed index of every real token; a response token is predicted at the one before its own.
@@ -200,8 +198,7 @@ def pack_micro_batch(
 
     ids_F = input_ids_BL.new_zeros(num_used + num_dummy)
     ids_F[positions_n] = input_ids_BL[chosen[rows_n], cols_n]
-    is_padding_F = torch.ones_like(ids_F, dtype=torch.bool)
-    is_padding_F[positions_n] = False
+    is_padding_F = torch.ones_like(ids_F, dtype=torch.bool).index_fill_(0, positions_n, False)
     steps_F = torch.arange(ids_F.numel())
     lengths_q = torch.tensor(lengths)
     position_ids_F = steps_F - torch.repeat_interleave(lengths_q.cumsum(0) - lengths_q, lengths_q)
@@ -210,12 +207,11 @@ def pack_micro_batch(
     is_repeated_n = repeats_b[rows_n] & (cols_n < mask_bP.size(1))
     rows_r, positions_r = rows_n[is_repeated_n], positions_n[is_repeated_n]
     computed_F[positions_r] = positions_r - starts_b[rows_r] + starts_b[first_b[rows_r]]
-    order_T = zigzag_indices(cu_seqlens, cp_size, cp_rank)
-    order_T = (computed_F == steps_F).nonzero(as_tuple=True)[0] if num_repeated else order_T
+    order_T = (computed_F == steps_F).nonzero()[:, 0] if num_repeated else zigzag_indices(cu_seqlens, cp_size, cp_rank)
     local_F = torch.full_like(steps_F, -1)
     local_F[order_T] = torch.arange(order_T.numel())
     local_F = local_F[computed_F]  # a token that others repeat is where the first of them is
-    is_padding_T = is_padding_F[order_T] if num_real < ids_F.numel() else None
+    is_padding_T = is_padding_F[order_T] if is_padding_F.any() else None
     is_here_s, is_here_n = local_F[positions_s] >= 0, local_F[positions_n] >= 0
     shared = _shared_prompts(local_F, order_T, lengths_q, first_b, mask_bP.sum(-1)) if num_repeated else None
     places_2S = torch.stack((chosen[rows_s[is_here_s]], cols_s[is_here_s]))
