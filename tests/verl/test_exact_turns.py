@@ -240,5 +240,5 @@ def test_any_trajectories_are_trained_on_as_they_were_generated(folder: str, num
     print(json.dumps(found))
     assert all(rank["samples"] == SAMPLES * num_examples for rank in found)
     for rank in found:
-        assert rank["turns"] > 2 * rank["samples"] and rank["preemptions"] > 0
+        assert rank["turns"] > 2 * rank["samples"] and (rank["preemptions"] > 0 or num_examples < 10)
         assert rank["new rows"] > 3 * num_examples and rank["versions"] > num_examples

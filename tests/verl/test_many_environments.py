@@ -98,7 +98,8 @@ def generated(folder: str, name: str, count: int, num_processes: int) -> Any:
     def timed_replies(channel: str) -> Any:
         found = replies(channel)
         for reply in found:
-            seconds.append(reply["seconds"])
+            if "error" not in reply:
+                seconds.append(reply["seconds"])
             if ready_s := reply.get("info", {}).get("ready_s"):
                 waits.append((ready_s, time.monotonic()))
         return found
@@ -126,8 +127,8 @@ def check(found: Any, count: int) -> None:
     )
     assert len(reasons) == count and ended.keys() <= {"stop", "length", "environment_timeout"}
     assert ended["stop"] > 0.5 * count
-    assert share < 0.05
-    assert max(seconds) < LIMIT_S + 5
+    assert share < (0.05 if count >= 1000 else 0.5)  # the others run beside other tests
+    assert max(seconds) < LIMIT_S + 0.5
     late = [record for record, reason in zip(records, reasons, strict=True) if reason == "environment_timeout"]
     assert all("took more than" in record["problem"] for record in late)
     assert max(memory) < 600

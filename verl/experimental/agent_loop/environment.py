@@ -61,13 +61,14 @@ class EnvironmentSpec:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What ``reset`` or ``step`` gave: ``observation`` is a list of messages or of token ids."""
+    """What ``reset`` or ``step`` gave: ``observation`` is a list of messages or of token ids; ``seconds``: in which."""
 
     observation: list[Any]
     reward: float = 0.0
     done: bool = False
     info: dict[str, float] = field(default_factory=dict)
     tools: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
 
 
 def load_environment(spec: EnvironmentSpec) -> type:

@@ -9,6 +9,7 @@ import mmap
 import resource
 import signal
 import sys
+import time
 from collections.abc import Coroutine
 from contextvars import ContextVar
 from dataclasses import asdict
@@ -90,8 +91,10 @@ class _Worker:
 
     async def _answer(self, request: dict[str, Any]) -> None:
         limit_s = request["limit_s"] if self._is_async else None  # else nothing would look at the clock
+        start_s = time.monotonic()
         try:
             reply = await asyncio.wait_for(self._result(request), limit_s)
+            reply["seconds"] = time.monotonic() - start_s
         except TimeoutError:
             reply = {"error": f"took more than {request['limit_s']:g} s", "is_timeout": True}
         except (Exception, SystemExit) as error:  # a process edge: what the user's code raises is this sample's

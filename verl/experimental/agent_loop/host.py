@@ -10,13 +10,13 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 from hf_formats.parent_death import end_with_parent
 from verl.experimental.agent_loop.conversation import Conversation, Given
-from verl.experimental.agent_loop.environment import EnvironmentSpec, Message
+from verl.experimental.agent_loop.environment import EnvironmentSpec, Message, Outcome
 from verl.experimental.agent_loop.environment_pool import EnvironmentFailed, EnvironmentPool, PooledEnvironment
 from verl.experimental.agent_loop.environment_worker import LINE_BYTES
 from verl.experimental.agent_loop.tool_parser import TOOL_PARSERS, ToolParser
@@ -149,9 +149,7 @@ class _Sample:
         self.seconds = 0.0  # of the last call of its environment
 
     async def begin(self) -> dict[str, Any]:
-        start_s = time.monotonic()
-        outcome = await self._environment.reset()
-        self.seconds = time.monotonic() - start_s
+        outcome = await self._called(self._environment.reset())
         if isinstance(outcome.observation[0], int):
             token_ids = outcome.observation
         else:
@@ -164,16 +162,13 @@ class _Sample:
         self._num_turns += 1
         message = self._host.message(token_ids)
         self._num_calls += len(message.get("tool_calls", ()))
-        start_s = time.monotonic()
-        outcome = await self._environment.step(token_ids if self._host.takes_token_ids else message)
-        now_s = time.monotonic()
-        self.seconds = now_s - start_s
+        outcome = await self._called(self._environment.step(token_ids if self._host.takes_token_ids else message))
         ended = "stop" if outcome.done else None
         limits = (
             ("max_turns", self._num_turns, settings.max_turns),
             ("max_user_turns", self._num_turns, settings.max_user_turns and settings.max_user_turns + 1),
             ("max_tool_calls", self._num_calls, settings.max_calls),
-            ("max_seconds", now_s - self._start_s, settings.max_seconds),
+            ("max_seconds", time.monotonic() - self._start_s, settings.max_seconds),
         )
         ended = ended or next((name for name, used, most in limits if most is not None and used >= most), None)
         reply = {"ended": ended, "reward": outcome.reward, "seconds": self.seconds, "info": outcome.info}
@@ -183,6 +178,17 @@ class _Sample:
         if given.num_kept is not None and not settings.splits:
             return {**reply, "ended": "changed_history"}
         return {**reply, "token_ids": given.token_ids, "num_kept": given.num_kept}
+
+    async def _called(self, call: Awaitable[Outcome]) -> Outcome:
+        """Where it fails, its seconds are those until then, with what it waited for a process."""
+        start_s = time.monotonic()
+        try:
+            outcome = await call
+        except EnvironmentFailed:
+            self.seconds = time.monotonic() - start_s
+            raise
+        self.seconds = outcome.seconds
+        return outcome
 
     def _followed(self, token_ids: list[int], observation: list[Any]) -> Given:
         if self._conversation is None:
