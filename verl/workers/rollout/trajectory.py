@@ -82,6 +82,8 @@ class Trajectory:
     @property
     def context(self) -> list[int]:
         """The tokens of the last row, which the model goes on from."""
+        if not self.row_starts:
+            return self.token_ids
         row, begin, prompt = list[int](), 0, self.num_prompt_tokens
         for start, num_kept in [*self.row_starts, (self.num_output_tokens, 0)]:
             row += self.token_ids[begin : prompt + start]

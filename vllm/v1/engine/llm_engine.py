@@ -230,6 +230,8 @@ class LLMEngine:
     def _queue(self, requests: Sequence[Request]) -> None:
         """Queue all requests or, on a ValueError that lists every problem, none."""
         self.core.require_ready()
+        if not requests:
+            return
         scheduler = self.core.scheduler
         known = {request.request_id for request in scheduler.unfinished}
         problems = [
