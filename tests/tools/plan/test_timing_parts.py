@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from megatron.core.parallel_layout import ParallelLayout
 from megatron.core.pipeline_parallel.schedule_table import rank_order
+from tools.plan.command import _lengths, _parser
 from tools.plan.devices import load_device
 from tools.plan.model_work import busiest_rank, model_work, train_flops_per_token
 from tools.plan.timing.constants import load_constants
@@ -17,9 +19,13 @@ from tools.plan.timing.lengths import length_distribution
 from tools.plan.timing.links import Group, Links, layout_group
 from tools.plan.timing.published import PublishedRun, published_model, published_runs
 from tools.plan.timing.rollout import RolloutTimes, rollout_seconds
+from tools.plan.timing.run_shape import default_lengths
 from tools.plan.timing.training import pipeline_seconds
 from tools.plan.timing.transitions import dispatch_seconds, weight_sync_seconds
 from tools.plan.timing.turns import TOOLS, Turns, generation_terms
+from verl.trainer.config import load_config
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def run_called(name: str) -> PublishedRun:
@@ -206,6 +212,19 @@ def test_turns_cost_what_their_tools_keep_from_decoding() -> None:
     given = seconds(Turns(4, 8, 0.0, 200.0))
     assert given["prefill"] > seconds(None)["prefill"]
     assert sum(given.values()) - given["prefill"] < single - seconds(None)["prefill"]
+
+
+def test_means_of_turns_are_those_of_a_run_with_turns() -> None:
+    tools = f"actor_rollout_ref.rollout.multi_turn.tool_config_path={ROOT / 'recipes/r1_tools/tools.yaml'}"
+    config = load_config([tools], config_name="r1_tools", config_dir=ROOT / "recipes/r1_tools/config")
+    usual = default_lengths(config)
+    assert usual.turns == Turns(2.0, 4, 1.0, 64.0)
+    given = _parser().parse_args(["r1_tools", "--mean-turns", "3", "--mean-tool-seconds", "9"])
+    assert _lengths(given, usual).turns == Turns(3.0, 4, 9.0, 64.0)
+    with pytest.raises(ValueError, match="multi_turn.enable is False"):
+        _lengths(given, default_lengths(load_config()))
+    with pytest.raises(ValueError, match="9 turns with 64 given tokens"):
+        _lengths(_parser().parse_args(["r1_tools", "--mean-turns", "9"]), usual)
 
 
 def test_waiting_samples_leave_their_slot_to_others() -> None:
