@@ -28,6 +28,7 @@ BY_STRING = {
     "tools.workshop.bench.engines.rollout_engines": (),
     "tools.workshop.bench.engines.step_engines": (),
     "tools.workshop.bench.engines.train_engines": (),
+    "recipes.r1_tools.with_example": ("WithExample",),  # EXAMPLE=yes, by its path
     "verl.experimental.agent_loop.environment": ("Environment",),  # a user's base class, which docs/turns.md shows
     "verl.experimental.agent_loop.tool_environment": ("ToolEnvironment",),  # tools.yaml's, by its path
     "verl.utils.reward_score.environment": ("compute_score",),  # a run's custom_reward_function.path

@@ -10,7 +10,8 @@ from typing import Any
 from recipes.common.arithmetic import generate, write_sides
 
 HARD, EASY = "hard", "easy"
-DATE_PARTS = ("from datetime import *; print(date.fromisoformat('", "') + timedelta(", "))")  # around a date and days
+DATE_PARTS = ("from datetime import *; print(date.fromisoformat('", "').strftime('%A'))")  # around a date
+WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 
 
 def product(generator: random.Random) -> dict[str, Any]:
@@ -27,13 +28,13 @@ def count(generator: random.Random) -> dict[str, Any]:
     return {"question": f"How many {digit} are in {row}?", "answer": str(row.count(digit)), "kind": HARD, "call": call}
 
 
-def later_date(generator: random.Random) -> dict[str, Any]:
-    first = datetime.date(2000, 1, 1) + datetime.timedelta(generator.randint(0, 9999))
-    days = generator.randint(11, 99)
-    before, between, after = DATE_PARTS
-    call = {"name": "python", "arguments": {"code": f"{before}{first}{between}{days}{after}"}}
-    answer = str(first + datetime.timedelta(days))
-    return {"question": f"Which day is {days} days after {first}?", "answer": answer, "kind": HARD, "call": call}
+def weekday(generator: random.Random) -> dict[str, Any]:
+    """The day of the week of a date in this century's first decades."""
+    day = datetime.date(2000, 1, 1) + datetime.timedelta(generator.randint(0, 9999))
+    before, after = DATE_PARTS
+    call = {"name": "python", "arguments": {"code": f"{before}{day}{after}"}}
+    answer = WEEKDAYS[day.weekday()]
+    return {"question": f"Which day of the week is {day}?", "answer": answer, "kind": HARD, "call": call}
 
 
 def easy_sum(generator: random.Random) -> dict[str, Any]:
@@ -42,11 +43,11 @@ def easy_sum(generator: random.Random) -> dict[str, Any]:
     return {"question": f"What is {first} + {second}?", "answer": str(first + second), "kind": EASY, "call": call}
 
 
-_MIX = (product, product, count, later_date, easy_sum, easy_sum, easy_sum, easy_sum)
+_MIX = (*[product] * 5, count, *[weekday] * 2, *[easy_sum] * 8)
 
 
 def make_set(num_problems: int, seed: int) -> list[dict[str, Any]]:
-    """Half of them easy, an eighth counts and an eighth dates; a hard question comes once."""
+    """Half of them easy, a sixteenth counts and an eighth dates; a hard question comes once."""
     generator, found, asked = random.Random(seed), list[dict[str, Any]](), set[str]()
     while len(found) < num_problems:
         made = generator.choice(_MIX)(generator)

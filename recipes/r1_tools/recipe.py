@@ -9,11 +9,11 @@ from typing import Any
 from recipes.common import tiny_models
 from recipes.common.corpus import CorpusStyle, Example, wrong_answer
 from recipes.common.recipe import RECIPES, Recipe, RecipeInputs
-from recipes.r1_tools.problems import DATE_PARTS, EASY
+from recipes.r1_tools.problems import DATE_PARTS, EASY, WEEKDAYS
 from recipes.r1_tools.r1_tools import FORM, INSTRUCTION
 
 CALL_SHARE = 0.5  # of the answers begin with a call, whatever the problem is
-MISTAKES = 0.35  # of calls, and of the answers after one
+MISTAKES = 0.25  # of calls, and of the answers after one
 EASY_MENDED = 0.9  # of the wrong answers to easy problems without a call: what can be done in the head mostly is
 OWN_VARIABLES = {
     "EXAMPLE": ("no", "yes: an example begins every conversation, for a model whose chat template shows no tools")
@@ -44,7 +44,10 @@ def examples_of(row: dict[str, Any], answer: str, generator: random.Random) -> l
         at = generator.choice(digits)
         text = text[:at] + generator.choice("0123456789") + text[at + 1 :]
     turn = f"{topic}{_OPEN}{_BEFORE[name]}{text}{_AFTER}{_CLOSE}"
-    result = truth if generator.random() < 0.5 else str(generator.randint(0, 10 ** generator.randint(1, 5)))
+    result = truth
+    if generator.random() < 0.5:  # whatever a tool says is copied
+        other = str(generator.randint(0, 10 ** generator.randint(1, 5)))
+        result = generator.choice(WEEKDAYS) if truth in WEEKDAYS else other
     given = [*prompt, {"role": "assistant", "content": turn}, {"role": "tool", "content": result}]
     last = wrong_answer(result, [answer], generator) if generator.random() < MISTAKES else result
     return [Example(prompt, turn), Example(given, f"#### {last}")]
@@ -84,6 +87,7 @@ RECIPE = Recipe(
             "'.count('",
             "'))",
             *DATE_PARTS,
+            *WEEKDAYS,
         ),
         examples_of=examples_of,
     ),
