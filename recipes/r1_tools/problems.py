@@ -43,11 +43,11 @@ def easy_sum(generator: random.Random) -> dict[str, Any]:
     return {"question": f"What is {first} + {second}?", "answer": str(first + second), "kind": EASY, "call": call}
 
 
-_MIX = (*[product] * 5, count, *[weekday] * 2, *[easy_sum] * 8)
+_MIX = (*[product] * 6, count, weekday, *[easy_sum] * 8)
 
 
 def make_set(num_problems: int, seed: int) -> list[dict[str, Any]]:
-    """Half of them easy, a sixteenth counts and an eighth dates; a hard question comes once."""
+    """Half of them easy, a sixteenth counts and another dates; a hard question comes once."""
     generator, found, asked = random.Random(seed), list[dict[str, Any]](), set[str]()
     while len(found) < num_problems:
         made = generator.choice(_MIX)(generator)

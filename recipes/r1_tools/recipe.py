@@ -13,7 +13,7 @@ from recipes.r1_tools.problems import DATE_PARTS, EASY, WEEKDAYS
 from recipes.r1_tools.r1_tools import FORM, INSTRUCTION
 
 CALL_SHARE = 0.5  # of the answers begin with a call, whatever the problem is
-MISTAKES = 0.25  # of calls, and of the answers after one
+MISTAKES = 0.35  # of calls, and of the answers after one
 EASY_MENDED = 0.9  # of the wrong answers to easy problems without a call: what can be done in the head mostly is
 OWN_VARIABLES = {
     "EXAMPLE": ("no", "yes: an example begins every conversation, for a model whose chat template shows no tools")
