@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import random
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,6 @@ from typing import Any
 from recipes.common.arithmetic import generate, write_sides
 
 HARD, EASY = "hard", "easy"
-DATE_PARTS = ("from datetime import *; print(date.fromisoformat('", "').strftime('%A'))")  # around a date
-WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 
 
 def product(generator: random.Random) -> dict[str, Any]:
@@ -28,26 +25,17 @@ def count(generator: random.Random) -> dict[str, Any]:
     return {"question": f"How many {digit} are in {row}?", "answer": str(row.count(digit)), "kind": HARD, "call": call}
 
 
-def weekday(generator: random.Random) -> dict[str, Any]:
-    """The day of the week of a date in this century's first decades."""
-    day = datetime.date(2000, 1, 1) + datetime.timedelta(generator.randint(0, 9999))
-    before, after = DATE_PARTS
-    call = {"name": "python", "arguments": {"code": f"{before}{day}{after}"}}
-    answer = WEEKDAYS[day.weekday()]
-    return {"question": f"Which day of the week is {day}?", "answer": answer, "kind": HARD, "call": call}
-
-
 def easy_sum(generator: random.Random) -> dict[str, Any]:
     first, second = generator.randint(0, 9), generator.randint(0, 9)
     call = {"name": "calculator", "arguments": {"expression": f"{first} + {second}"}}
     return {"question": f"What is {first} + {second}?", "answer": str(first + second), "kind": EASY, "call": call}
 
 
-_MIX = (*[product] * 6, count, weekday, *[easy_sum] * 8)
+_MIX = (product, product, product, count, easy_sum, easy_sum, easy_sum, easy_sum)
 
 
 def make_set(num_problems: int, seed: int) -> list[dict[str, Any]]:
-    """Half of them easy, a sixteenth counts and another dates; a hard question comes once."""
+    """Half of them easy, and an eighth counts; a hard question comes once."""
     generator, found, asked = random.Random(seed), list[dict[str, Any]](), set[str]()
     while len(found) < num_problems:
         made = generator.choice(_MIX)(generator)

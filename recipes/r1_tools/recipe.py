@@ -9,7 +9,7 @@ from typing import Any
 from recipes.common import tiny_models
 from recipes.common.corpus import CorpusStyle, Example, wrong_answer
 from recipes.common.recipe import RECIPES, Recipe, RecipeInputs
-from recipes.r1_tools.problems import DATE_PARTS, EASY, WEEKDAYS
+from recipes.r1_tools.problems import EASY
 from recipes.r1_tools.r1_tools import FORM, INSTRUCTION
 
 CALL_SHARE = 0.5  # of the answers begin with a call, whatever the problem is
@@ -21,12 +21,7 @@ OWN_VARIABLES = {
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _NAMES = {"calculator": "expression", "python": "code"}
 _BEFORE = {name: f'\n{{"name": "{name}", "arguments": {{"{argument}": "' for name, argument in _NAMES.items()}
-_TOPICS = {  # what an answer begins with, by what its call has
-    "date": "A date. ",
-    "count": "A count. ",
-    "*": "A product. ",
-    "+": "A sum. ",
-}
+_TOPICS = {"*": "A product. ", "+": "A sum. ", "count": "A count. "}  # what an answer begins with, by its call
 _AFTER = '"}}\n'
 
 
@@ -44,10 +39,7 @@ def examples_of(row: dict[str, Any], answer: str, generator: random.Random) -> l
         at = generator.choice(digits)
         text = text[:at] + generator.choice("0123456789") + text[at + 1 :]
     turn = f"{topic}{_OPEN}{_BEFORE[name]}{text}{_AFTER}{_CLOSE}"
-    result = truth
-    if generator.random() < 0.5:  # whatever a tool says is copied
-        other = str(generator.randint(0, 10 ** generator.randint(1, 5)))
-        result = generator.choice(WEEKDAYS) if truth in WEEKDAYS else other
+    result = truth if generator.random() < 0.5 else str(generator.randint(0, 10 ** generator.randint(1, 5)))
     given = [*prompt, {"role": "assistant", "content": turn}, {"role": "tool", "content": result}]
     last = wrong_answer(result, [answer], generator) if generator.random() < MISTAKES else result
     return [Example(prompt, turn), Example(given, f"#### {last}")]
@@ -86,15 +78,13 @@ RECIPE = Recipe(
             "print('",
             "'.count('",
             "'))",
-            *DATE_PARTS,
-            *WEEKDAYS,
         ),
         examples_of=examples_of,
     ),
     tiny_model=tiny_models.QWEN3,
     cpu_config="r1_tools_cpu",
     input_variable="INPUT_DIR",
-    input_default="generated problems: products, counts and dates, and easy sums",
+    input_default="generated problems: products and counts, and easy sums",
     input_meaning="folder of train and test files with question and answer, parquet or JSON lines",
     check_input=FORM.input_files,
     problems_module="recipes.r1_tools.problems",

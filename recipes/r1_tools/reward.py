@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 MARK = "####"
-PRICE = 0.1
+PRICE = 0.2
 
 
 def compute_score(

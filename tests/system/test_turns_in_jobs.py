@@ -125,6 +125,6 @@ def test_the_recipe_learns_where_a_tool_pays(tmp_path: Path) -> None:
     environment["RAY_PORT"] = str(free_ports(1)[0])
     subprocess.run(["bash", "recipes/r1_tools/run.sh"], cwd=ROOT, env=environment, check=True, timeout=900)
     rows = [row for row in read_metrics(tmp_path) if "val/score" in row]
-    assert rows[0]["val/score"] <= 0.4 and abs(rows[0]["val/tool_on_hard"] - rows[0]["val/tool_on_easy"]) < 0.15
+    assert rows[0]["val/score"] <= 0.4 and abs(rows[0]["val/tool_on_hard"] - rows[0]["val/tool_on_easy"]) <= 0.1
     assert rows[-1]["val/score"] >= 0.8
     assert rows[-1]["val/tool_on_hard"] > 0.8 and rows[-1]["val/tool_on_easy"] < 0.3
