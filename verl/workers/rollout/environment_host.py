@@ -95,8 +95,8 @@ class EnvironmentHost:
             env=child_environment(),
             start_new_session=True,
         )
-        self._replies: queue.Queue[dict[str, Any]] = queue.Queue()
-        self._sent: queue.Queue[bytes | None] = queue.Queue()
+        self._replies: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._sent: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._come: dict[str, list[dict[str, Any]]] = {}  # by channel
         self._has_come = threading.Event()
         self._threads = [threading.Thread(target=one, daemon=True) for one in (self._read, self._write)]
@@ -144,13 +144,13 @@ class EnvironmentHost:
         self._stderr.close()
 
     def _send(self, request: dict[str, Any]) -> None:
-        self._sent.put(json.dumps(request).encode() + b"\n")
+        self._sent.put(request)  # its thread makes JSON of it while the engine computes
 
     def _write(self) -> None:
         assert self._process.stdin is not None
         while (request := self._sent.get()) is not None:
             try:
-                self._process.stdin.write(request)
+                self._process.stdin.write(json.dumps(request).encode() + b"\n")
                 self._process.stdin.flush()
             except BrokenPipeError:  # `_read` reports its end
                 return
