@@ -127,7 +127,7 @@ def check(found: Any, count: int) -> None:
     )
     assert len(reasons) == count and ended.keys() <= {"stop", "length", "environment_timeout"}
     assert ended["stop"] > 0.5 * count
-    assert share < (0.05 if count >= 1000 else 0.5)  # the others run beside other tests
+    assert share < (0.1 if count >= 1000 else 0.5)  # the others run beside other tests
     assert max(seconds) < LIMIT_S + 0.5
     late = [record for record, reason in zip(records, reasons, strict=True) if reason == "environment_timeout"]
     assert all("took more than" in record["problem"] for record in late)
