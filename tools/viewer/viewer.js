@@ -214,6 +214,7 @@ function drawSample() {
     fact("reward", number(chosen.reward, 3)), fact("advantage", number(chosen.advantage, 3)),
     fact("length", chosen.length), fact("version", versions(chosen)), fact("ended by", chosen.finish_reason ?? "unknown"));
   for (const [name, value] of Object.entries(chosen.parts)) facts.append(fact(name, number(value, 3)));
+  for (const [part, seconds] of Object.entries(chosen.seconds ?? {})) facts.append(fact(part, `${number(seconds, 2)} s`));
   const ofTurns = element("div", "facts");
   ofTurns.append(...turns(chosen));
   const told = element("div", "", "point at a token");

@@ -105,8 +105,7 @@ class SampleRecords(StepFiles):
             record = texts[TURNS][row]
             versions = _over_given(versions, is_sampled)
             parts |= {"num_turns": record["num_turns"], **record["info"]}
-            parts |= {f"{name}_s": seconds for name, seconds in record["seconds"].items()}
-            turns = {"turns": _turns(record)}
+            turns = {"turns": _turns(record), "seconds": record["seconds"]}
         return {
             "step": step,
             "uid": str(texts["uid"][row]),
