@@ -49,9 +49,9 @@ class Chat:
     takes_token_ids = True
 
     async def reset(self, row, seed):
-        self.random, self.left = random.Random(seed), row["turns"]
+        self.random, self.left, self.is_chat = random.Random(seed), row["turns"], row["is_chat"]
         first = self.text()
-        return [{"role": "user", "content": first}] if row["is_chat"] else [2 + ord(letter) - 97 for letter in first]
+        return [{"role": "user", "content": first}] if self.is_chat else [2 + ord(letter) - 97 for letter in first]
 
     async def step(self, action):
         self.left -= 1
@@ -60,7 +60,7 @@ class Chat:
 
     def text(self):
         return "".join(self.random.choice("abcdefghijklmn") for _ in range(self.random.randint(1, 5)))
-'''.replace("self.random, self.left =", 'self.is_chat = row["is_chat"]\n        self.random, self.left =')
+'''
 META = {"eos_token_id": 1, "pad_token_id": 0, "temperature": 1.0}
 CONFIG = TINY | {"vocab_size": 2 + len(LETTERS), "torch_dtype": "float32"}
 SAMPLES = 8  # of an example, on each of two engines

@@ -164,8 +164,7 @@ class RolloutTimes:
 
     def _prefill(self, rows: float) -> float:
         work, prompt = self.work, self.lengths.prompt_mean
-        if self.rollout.shares_prompts:
-            rows /= min(self.shape.samples, rows)
+        num_prompts = rows / min(self.shape.samples, rows) if self.rollout.shares_prompts else rows
         per_token = 2.0 * (
             work.num_layers * work.layer.attention
             + work.num_dense * work.layer.dense_mlp
@@ -177,10 +176,9 @@ class RolloutTimes:
             token_s = per_token / self.peak_of_weights + scores / self.device.peak_flops
             return tokens * token_s / self.rollout.tp / self.rates.train_efficiency
 
-        spent = seconds(rows * prompt, prompt)
+        spent = seconds(num_prompts * prompt, prompt)
         if (turns := self.lengths.turns) is not None:  # what was computed before is found in the cache
-            num_all = self.shape.generated_sequences / self.rollout.replicas
-            spent += seconds(num_all * turns.given_tokens(), 2 * prompt + self.lengths.responses.mean)
+            spent += seconds(rows * turns.given_tokens(), 2 * prompt + self.lengths.responses.mean)
         return spent
 
     def _graph_size(self, sequences: float) -> float:

@@ -58,10 +58,12 @@ class RoutingRows:
                 num_experts_of_token = next(iter(chosen.values())).shape[1] if chosen else 0
                 shape = (num_rows, num_cols, len(chosen), num_experts_of_token)
                 choices_BLMK = torch.zeros(shape, dtype=replay.dtype)
+            own_N = ~micro.token_is_kept_N  # one rank and sequence for each token, since those of ranks are summed
+            rows, cols, places = (
+                part[own_N] for part in (micro.token_rows_N, micro.token_cols_N, micro.token_positions_N)
+            )
             for index, layer in enumerate(layers):
-                own_N = ~micro.token_is_kept_N  # one rank and sequence for each token, since those of ranks are summed
-                traced = chosen[layer].cpu()[micro.token_positions_N[own_N]]
-                choices_BLMK[micro.token_rows_N[own_N], micro.token_cols_N[own_N], index] = traced
+                choices_BLMK[rows, cols, index] = chosen[layer].cpu()[places]
         assert choices_BLMK is not None, "a pass has at least one micro-batch"
         _sum_over_context_parts(choices_BLMK, groups, device)
         return RoutingRows(choices_BLMK, layers, _fingerprints(data))
