@@ -118,7 +118,7 @@ def generated(folder: str, name: str, count: int, num_processes: int) -> Any:
     return share, decoding, total_s, columns["finish_reason"].tolist(), columns[TURNS].tolist(), seconds, memory
 
 
-def check(found: Any, count: int) -> None:
+def check(found: Any, count: int, most_idle: float) -> None:
     share, decoding, total_s, reasons, records, seconds, memory = found
     ended = {reason: reasons.count(reason) for reason in sorted(set(reasons))}
     print(
@@ -127,18 +127,29 @@ def check(found: Any, count: int) -> None:
     )
     assert len(reasons) == count and ended.keys() <= {"stop", "length", "environment_timeout"}
     assert ended["stop"] > 0.5 * count
-    assert share < (0.1 if count >= 1000 else 0.5)  # the others run beside other tests
+    assert share < most_idle
     assert max(seconds) < LIMIT_S + 0.5
     late = [record for record, reason in zip(records, reasons, strict=True) if reason == "environment_timeout"]
     assert all("took more than" in record["problem"] for record in late)
     assert max(memory) < 600
 
 
+BUSY, QUIET = 0.5, 0.05  # beside other tests; on two cores of its own
+
+
 @pytest.mark.parametrize(
-    ("name", "count"), [("Sleeper", 200), ("Blocking", 64), pytest.param("Sleeper", 2000, marks=pytest.mark.slow)]
+    ("name", "count", "most_idle"),
+    [
+        ("Sleeper", 200, BUSY),
+        ("Blocking", 64, BUSY),
+        pytest.param("Sleeper", 2000, QUIET, marks=pytest.mark.slow),
+        pytest.param("Blocking", 64, QUIET, marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.timeout(300)
-def test_decoding_waits_for_no_environment_while_another_has_answered(folder: str, name: str, count: int) -> None:
+def test_decoding_waits_for_no_environment_while_another_has_answered(
+    folder: str, name: str, count: int, most_idle: float
+) -> None:
     (Path(folder) / "sleepers.py").write_text(SLEEPERS)
     [found] = run_ranks(generated, 1, folder, name, count, 16, timeout_s=280)
-    check(found, count)
+    check(found, count, most_idle)

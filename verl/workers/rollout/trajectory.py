@@ -58,7 +58,8 @@ class Trajectory:
 
     def anew(self) -> Trajectory:
         """The same sample before its first turn."""
-        return Trajectory(self.request_id, self.seed, self.limit, [], self.priority, self.row, self.environment_seed)
+        prompt = self.token_ids[: self.num_prompt_tokens]
+        return Trajectory(self.request_id, self.seed, self.limit, prompt, self.priority, self.row, self.environment_seed)
 
     @property
     def num_output_tokens(self) -> int:

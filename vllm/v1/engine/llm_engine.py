@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Protocol
 
@@ -233,12 +234,9 @@ class LLMEngine:
         if not requests:
             return
         scheduler = self.core.scheduler
-        known = {request.request_id for request in scheduler.unfinished}
-        problems = [
-            f"request id {request.request_id!r} belongs to an unfinished request"
-            for request in requests
-            if request.request_id in known
-        ]
+        names = {request.request_id for request in requests}
+        known = names.intersection(map(attrgetter("request_id"), scheduler.unfinished))
+        problems = [f"request id {name!r} belongs to an unfinished request" for name in sorted(known)]
         problems += [problem for request in requests for problem in self.processor.problems(request)]
         if problems:
             raise ValueError("requests cannot be run:\n" + "\n".join(f"  - {problem}" for problem in problems))

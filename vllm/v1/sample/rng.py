@@ -19,7 +19,7 @@ from torch import Tensor
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
-_LOW_15_BITS, _LOW_17_BITS = 0x7FFF, 0x1FFFF
+_LOW_15_BITS, _LOW_17_BITS, _LOW_64_BITS = 0x7FFF, 0x1FFFF, 2**64 - 1
 
 
 def splitmix64(x: np.ndarray) -> np.ndarray:
@@ -32,10 +32,18 @@ def splitmix64(x: np.ndarray) -> np.ndarray:
 
 def derive_seed(seed: int, *parts: int) -> int:
     """A 64-bit seed for a child of `seed`, e.g. its i-th sample; different for every different list of parts."""
-    state = np.array([seed % 2**64], dtype=np.uint64)
+    state = seed % 2**64
     for part in parts:
-        state = splitmix64(splitmix64(state) + np.uint64(part % 2**64))
-    return int(state[0])
+        state = mixed(mixed(state) + part)
+    return state
+
+
+def mixed(x: int) -> int:
+    """`splitmix64` of one number, modulo 2^64."""
+    z = (x + int(GOLDEN)) & _LOW_64_BITS
+    z = ((z ^ (z >> 30)) * int(_MIX_1)) & _LOW_64_BITS
+    z = ((z ^ (z >> 27)) * int(_MIX_2)) & _LOW_64_BITS
+    return z ^ (z >> 31)
 
 
 def position_keys(mixed_seeds_B: np.ndarray, positions_B: np.ndarray) -> np.ndarray:

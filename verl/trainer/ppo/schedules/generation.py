@@ -14,8 +14,8 @@ from verl.protocol_storage import as_rows
 from verl.utils.dataset.prompt_items import ENVIRONMENT_ROW
 from verl.utils.masks import response_lengths
 from verl.workers.rollout.rollout_messages import ENVIRONMENT_SEED, PROMPT_LENGTH
+from vllm.v1.sample.rng import mixed
 
-_MASK = (1 << 64) - 1
 REQUEST_KEYS = ("raw_prompt_ids", "sampling_seeds", "response_limit")  # columns of a generation request
 TURN_KEYS = (ENVIRONMENT_ROW, ENVIRONMENT_SEED)  # more of them, with samples of several turns
 
@@ -91,13 +91,6 @@ def sampling_seeds(base: int, stream: int, first_row: int, num_rows: int) -> np.
     ``stream`` is the global step for training and a negative number for validation, so that a resumed run, or one
     with another number of devices, samples what the original would have.
     """
-    start = _splitmix64(_splitmix64(base & _MASK) ^ (stream & _MASK))
-    seeds = [_splitmix64(start ^ row) >> 1 for row in range(first_row, first_row + num_rows)]
+    start = mixed(mixed(base) ^ (stream % 2**64))
+    seeds = [mixed(start ^ row) >> 1 for row in range(first_row, first_row + num_rows)]
     return np.array(seeds, dtype=object)
-
-
-def _splitmix64(x: int) -> int:
-    x = (x + 0x9E3779B97F4A7C15) & _MASK
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
-    return x ^ (x >> 31)

@@ -112,17 +112,16 @@ class SampleStream:
 
     def restore(self, state: Sequence[UnfinishedSample]) -> None:
         """Takes over samples that ``state`` of any replica returned."""
-        requests = [one for one in state if isinstance(one, Request)]
         for one in state:
+            request: Request | None
             if isinstance(one, Request):
-                continue
-            assert self._turns is not None, one["request_id"]
-            sample = self._turns.begun(Trajectory.from_state(one))
-            self._turns.begin(sample)
-            requests += [] if sample.request is None else [sample.request]
-        for request in requests:
-            request.home = None
-        self._withdrawn += requests
+                request = one
+            else:
+                assert self._turns is not None, one["request_id"]
+                request = self._turns.begin(Trajectory.from_state(one))
+            if request is not None:
+                request.home = None
+                self._withdrawn.append(request)
         self.withdraw()
 
 

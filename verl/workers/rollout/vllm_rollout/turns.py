@@ -52,10 +52,12 @@ class TurnSource:
         self._early: dict[str, dict[str, Any]] = {}  # the end of a sample whose turn still runs
         self._ended: list[Trajectory] = []
 
-    def begin(self, sample: Trajectory) -> None:
-        """A new sample, whose prompt is what its environment begins with; or one that is under way, whose environment
-        is rebuilt from its turns. ``begun`` says which of these it is.
+    def begin(self, sample: Trajectory) -> Request | None:
+        """A new sample, whose prompt is what its environment begins with; or one of another source, whose environment
+        is rebuilt from its turns: begins the sample once more where it cannot be. Returns the turn that is under way.
         """
+        if not self._is_deterministic:
+            sample = sample.anew()
         name = f"{self._channel}/{next(self._numbers)}"
         if sample.request is None:
             self._waiting[name] = sample
@@ -63,10 +65,7 @@ class TurnSource:
             self._running[sample.request.request_id] = name, sample
         if self._host is not None:
             self._host.begin(name, sample.row, sample.environment_seed, sample.turns, sample.request is None)
-
-    def begun(self, sample: Trajectory) -> Trajectory:
-        """A sample of another source, for ``begin``: one whose environment cannot be rebuilt begins once more."""
-        return sample if self._is_deterministic or not sample.spans else sample.anew()
+        return sample.request
 
     def take_ended(self) -> list[Trajectory]:
         ended, self._ended = self._ended, []
