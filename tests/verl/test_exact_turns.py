@@ -1,12 +1,14 @@
-"""Whatever happens to a sample of several turns, training sees the tokens that the engine was given and sampled, and
-computes the engine's log-probs bit for bit."""
+"""Whatever happens to a sample of several turns, training sees the tokens that the engine was given and sampled and the
+experts that it chose, and computes its log-probs bit for bit."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -31,6 +33,7 @@ from verl.workers.rollout.trajectory import Trajectory
 from verl.workers.rollout.vllm_rollout.sample_stream import SampleStream
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
 from vllm.v1.engine import request_codec
+from vllm.v1.request import Request
 
 LETTERS = "abcdefghijklmn"
 # Old answers of an odd length lose their first letter, as others lose their thoughts.
@@ -123,6 +126,7 @@ class Engines:
         turns = MultiTurnConfig(enable=True)
         sizes = {"prompt_length": 24, "response_length": RESPONSE, "block_size": 4, "max_num_seqs": 6}
         shared = {"multi_turn": turns, "enforce_eager": True, "dtype": "float32", "expert_exchange": "dispatch"}
+        shared |= {"enable_rollout_routing_replay": True}
         # 70 blocks are less than six samples of 184 tokens need: some are preempted.
         config = RolloutConfig(num_gpu_blocks_override=70, **sizes, **shared)
         self.rollout = vLLMRollout(
@@ -140,6 +144,7 @@ class Engines:
         self.actors = [make_actor(f"{folder}/{seed}", groups, torch.float32) for seed in (0, 1)]
         self.llm.update_weights(self.weights[0].items(), version=0)
         self.given: dict[tuple[str, int], list[int]] = {}
+        self.chosen: dict[tuple[str, int], np.ndarray] = {}
         self._next_turn = self.rollout._next_turn
         self.rollout._next_turn = self._seen  # type: ignore[method-assign]
 
@@ -148,8 +153,23 @@ class Engines:
         self.given[sample.request_id, len(sample.spans)] = list(request.token_ids)
         return request
 
-    def run(self, given: DataProto, events: list[Event]) -> list[Trajectory]:
+    def _stream(self) -> SampleStream:
         stream = SampleStream(self.rollout)
+        assert stream._turns is not None
+        take = stream._turns.take
+
+        def seen(finished: Sequence[Request]) -> list[Request]:
+            for request in finished:
+                sample, _, turn = request.request_id.rpartition(".")
+                assert request.routed_experts is not None
+                self.chosen[sample, int(turn)] = request.routed_experts
+            return take(finished)
+
+        stream._turns.take = seen  # type: ignore[method-assign]
+        return stream
+
+    def run(self, given: DataProto, events: list[Event]) -> list[Trajectory]:
+        stream = self._stream()
         stream.start(given)
         ended = []
         for event in [*events, Event(100_000, "none")]:
@@ -162,25 +182,30 @@ class Engines:
             if event.kind == "taken over":
                 state = request_codec.decode(request_codec.encode(stream.state()))
                 stream.abort()
-                stream = SampleStream(self.rollout)
+                stream = self._stream()
                 stream.restore(state)
         self.batch = stream.rows(ended, META)
         self.batch.meta_info |= META
         return ended
 
 
-def contexts(batch: DataProto) -> dict[tuple[int, int], tuple[list[int], int]]:
-    """Of each scored (row, column) the tokens that training computes before it, and the token."""
+def contexts(batch: DataProto) -> dict[tuple[int, int], tuple[list[int], int, list[Any]]]:
+    """Of each scored (row, column) the tokens that training computes before it, the token, and the experts that R3
+    replays for the last token before it.
+    """
     given = (batch.batch[name] for name in ("input_ids", "attention_mask", "response_mask"))
     starts_BR = batch.batch["row_starts"]
     micro = pack_micro_batch(*given, range(len(batch)), 1, row_starts_BR=starts_BR)
     begins = micro.packed_seq_params.cu_seqlens.tolist()
+    tokens = (part.tolist() for part in (micro.token_positions_N, micro.token_rows_N, micro.token_cols_N))
+    columns = {position: (row, col) for position, row, col in zip(*tokens, strict=True)}
     found = {}
     for row, col, position, label in zip(
         *(values.tolist() for values in (micro.rows_S, micro.cols_S, micro.positions_S, micro.labels_S)), strict=True
     ):
         begin = max(start for start in begins if start <= position)
-        found[row, col] = micro.input_ids_T[begin : position + 1].tolist(), label
+        experts = batch.batch["routed_experts"][columns[position]].tolist()
+        found[row, col] = micro.input_ids_T[begin : position + 1].tolist(), label, experts
     return found
 
 
@@ -196,7 +221,8 @@ def check(engines: Engines, ended: list[Trajectory]) -> None:
         for turn, (begin, end) in enumerate(sample.spans):
             context = engines.given[sample.request_id, turn]
             for col in range(begin, end):
-                assert trained[row, col] == (context, int(batch.batch["responses"][row, col]))
+                experts = engines.chosen[sample.request_id, turn][len(context) - 1].tolist()
+                assert trained[row, col] == (context, int(batch.batch["responses"][row, col]), experts)
                 context = [*context, trained[row, col][1]]
     versions = torch.zeros_like(batch.batch["response_mask"])
     for row, sample in enumerate(ended):

@@ -59,7 +59,8 @@ class Trajectory:
     def anew(self) -> Trajectory:
         """The same sample before its first turn."""
         prompt = self.token_ids[: self.num_prompt_tokens]
-        return Trajectory(self.request_id, self.seed, self.limit, prompt, self.priority, self.row, self.environment_seed)
+        row = (self.priority, self.row, self.environment_seed)
+        return Trajectory(self.request_id, self.seed, self.limit, prompt, *row)
 
     @property
     def num_output_tokens(self) -> int:
@@ -112,13 +113,13 @@ class Trajectory:
         self.output_logprobs += request.output_logprobs
         self.versions += request.policy_versions()
         if request.routed_experts is not None:
-            start, num_kept = self.row_starts[-1] if self.row_starts else (-self.num_prompt_tokens, 0)
-            num_known = sum(map(len, self.choices))
-            unknown = self.num_prompt_tokens + start - num_known  # a row's last token was no input
-            if unknown > 0:
-                self.choices.append(np.zeros_like(request.routed_experts[:unknown]))
-                num_known += unknown
-            self.choices.append(request.routed_experts[num_kept + num_known - self.num_prompt_tokens - start :])
+            begin, num_kept, num_known = 0, 0, sum(map(len, self.choices))
+            if self.row_starts:
+                start, num_kept = self.row_starts[-1]
+                begin = self.num_prompt_tokens + start  # of the row's own tokens, behind those that it keeps
+            if num_known < begin:  # the last token of the row before was no input
+                self.choices.append(np.zeros_like(request.routed_experts[: begin - num_known]))
+            self.choices.append(request.routed_experts[max(num_known, begin) - begin + num_kept :])
 
     def give(self, token_ids: list[int], num_kept: int | None = None) -> None:
         """What the model is given before its next turn: behind the first ``num_kept`` of a new row, or all of this."""
