@@ -154,6 +154,7 @@ def test_phases_are_within_the_one_that_contains_them(tmp_path: Path) -> None:
 
 def test_generation_on_ranks_of_their_own_is_beside_the_step(tmp_path: Path) -> None:
     line = {"step": 1, "timing_s/step": 2.0, "timing_s/gen": 0.5, "timing_s/generate_sequences": 1.75}
+    line |= {"timing_s/decode/mean": 0.5, "timing_s/environment/max": 1.0}  # of samples: no phases
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line | {"schedule/staleness/mean": 1.0}) + "\n")
     found = [(each.name, each.depth, each.seconds) for each in phases(read_run(tmp_path))]
     assert found == [("step", 0, 2.0), ("gen", 1, 0.5), ("anything else", 1, 1.5), ("generate_sequences", 0, 1.75)]
@@ -339,3 +340,14 @@ def test_transcripts_of_any_form_are_shown(tmp_path: Path) -> None:
         file.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"prom')
     (tmp_path / "val_generations" / "step_4.jsonl").write_text("")
     assert "score nan" in page._transcripts(read_run(tmp_path)).encode().decode()
+
+
+def test_a_problem_with_several_answers_is_shown_once(tmp_path: Path) -> None:
+    write_run(tmp_path, 2)
+    answers = ("first", "other")
+    rows = [{"prompt": prompt, "response": answer} for prompt in ("2 + 2", "3 + 3") for answer in answers]
+    for step in (0, 2):
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / "val_generations" / f"step_{step}.jsonl").write_text(text)
+    shown = page._transcripts(read_run(tmp_path))
+    assert [shown.count(part) for part in ("2 + 2", "3 + 3", *answers)] == [1, 1, 4, 0]

@@ -134,12 +134,15 @@ def _transcripts(run: RunData) -> str:
     if not run.generations:
         return ""
     first, last = min(run.generations), max(run.generations)
-    before = {str(row.get("prompt")): row for row in run.generations[first]}
+    before, after = dict[str, dict[str, Any]](), dict[str, dict[str, Any]]()
+    for step, found in ((first, before), (last, after)):
+        for row in run.generations[step]:
+            found.setdefault(str(row.get("prompt")), row)  # the first of several answers
     cards = []
-    for row in run.generations[last][:MAX_TRANSCRIPTS]:
+    for prompt, row in list(after.items())[:MAX_TRANSCRIPTS]:
         sides = _answer(f"step {last}", row)
-        if first != last and str(row.get("prompt")) in before:
-            sides = _answer(f"step {first}", before[str(row.get("prompt"))]) + sides
+        if first != last and prompt in before:
+            sides = _answer(f"step {first}", before[prompt]) + sides
         cards.append(_card(row, sides))
     return f"<h2>Transcripts</h2>{''.join(cards)}"
 

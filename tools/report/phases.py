@@ -13,6 +13,7 @@ _IN_STEP = ("gen", "old_log_prob", "ref", "reward", "save_rollouts", "adv", "log
 _WITHIN = {"gen": ("update_weights", GENERATION), GENERATION: ("generation_timing/min",)}
 _BETWEEN = ("testing", "save_checkpoint")
 _SAME = "generation_timing/max"  # as generate_sequences
+_OF_SAMPLES = ("decode/", "environment/", "waiting/")  # parts of a sample's time, which overlap those of others
 LABELS = {"generation_timing/min": "the fastest replica"}
 REST = "anything else"
 
@@ -36,7 +37,8 @@ class Phase:
 def phases(run: RunData) -> list[Phase]:
     """The step, its phases in order, each before those within it, and then what is beside it."""
     names = {name.removeprefix("timing_s/") for row in run.metrics for name in row if name.startswith("timing_s/")}
-    of_all = {name: [value for _, value in run.series(f"timing_s/{name}")] for name in names - {_SAME}}
+    names = {name for name in names - {_SAME} if not name.startswith(_OF_SAMPLES)}
+    of_all = {name: [value for _, value in run.series(f"timing_s/{name}")] for name in names}
     measured = {name: values for name, values in of_all.items() if values}
     beside = list(_BETWEEN)
     if any(name.startswith("schedule/") for row in run.metrics for name in row):

@@ -213,7 +213,7 @@ function drawSample() {
   facts.append(fact("step", chosen.step), group, fact("source", chosen.data_source),
     fact("reward", number(chosen.reward, 3)), fact("advantage", number(chosen.advantage, 3)),
     fact("length", chosen.length), fact("version", versions(chosen)), fact("ended by", chosen.finish_reason ?? "unknown"));
-  for (const [name, value] of Object.entries(chosen.parts)) facts.append(fact(name, number(value, 3)));
+  for (const [name, value] of Object.entries(chosen.parts)) if (value !== null) facts.append(fact(name, number(value, 3)));
   for (const [part, seconds] of Object.entries(chosen.seconds ?? {})) facts.append(fact(part, `${number(seconds, 2)} s`));
   const ofTurns = element("div", "facts");
   ofTurns.append(...turns(chosen));
