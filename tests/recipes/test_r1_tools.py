@@ -8,13 +8,25 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
+import pytest
 
-from recipes.common.recipe import load_recipe
+from recipes.common.recipe import RECIPES, load_recipe
 from recipes.r1_tools import problems
 from recipes.r1_tools.r1_tools import INSTRUCTION, main
 from recipes.r1_tools.recipe import examples_of
 from recipes.r1_tools.reward import PRICE, compute_score
+from tests.parallel.launcher import run_ranks
+from tests.published import smollm2
+from tests.verl.test_turns import rollout
+from verl.experimental.agent_loop.environment import EnvironmentSpec
+from verl.experimental.agent_loop.host import HostSettings
+from verl.protocol import DataProto
+from verl.protocol_storage import as_rows
 from verl.tools.calculator import computed
+from verl.utils.dataset.prompt_items import ENVIRONMENT_ROW
+from verl.workers.config import RolloutConfig
+from verl.workers.config.multi_turn import MultiTurnConfig
+from verl.workers.rollout.rollout_messages import ENVIRONMENT_SEED, TURNS
 
 RECIPE = load_recipe("r1_tools")
 
@@ -64,3 +76,44 @@ def test_the_reward_knows_answers_and_calls_and_no_kind() -> None:
         assert compute_score("", "#### 42", "42", {"kind": kind})["score"] == 1.0
         assert compute_score("", "42", "42", info)["score"] == -PRICE
         assert compute_score("", "#### 43", "42", {"kind": kind})["score"] == 0.0
+
+
+def published_model_acts(folder: str, num_problems: int) -> list[dict[str, Any]]:
+    """What became of samples of hard and of easy problems, with the example before them."""
+    config = RolloutConfig(
+        multi_turn=MultiTurnConfig(enable=True, max_assistant_turns=3),
+        prompt_length=512,
+        response_length=96,
+        max_num_seqs=32,
+        num_gpu_blocks_override=400,
+        enforce_eager=True,
+        dtype="float32",
+    )
+    path = str(RECIPES / "r1_tools" / "with_example.py")
+    environments = HostSettings(folder, EnvironmentSpec(path, "WithExample"), format="hermes", max_turns=3)
+    made = rollout(folder, config, environments)
+    problems_of = problems.make_set(num_problems, 11)
+    messages = [[{"role": "user", "content": row["question"] + INSTRUCTION}] for row in problems_of]
+    columns = {
+        "raw_prompt_ids": [[2]] * num_problems,
+        "sampling_seeds": list(range(num_problems)),
+        ENVIRONMENT_ROW: [{"messages": given} for given in messages],
+        ENVIRONMENT_SEED: [0] * num_problems,
+    }
+    meta = {"eos_token_id": 2, "pad_token_id": 2}
+    batch = made.generate_sequences(
+        DataProto.from_dict(non_tensors={name: as_rows(rows) for name, rows in columns.items()}, meta_info=meta)
+    )
+    assert made._host is not None
+    made._host.close()
+    records = batch.non_tensor_batch[TURNS].tolist()
+    return [{"kind": row["kind"], **record["info"]} for row, record in zip(problems_of, records, strict=True)]
+
+
+@pytest.mark.timeout(280)
+def test_a_published_model_calls_tools_after_the_examples() -> None:
+    [found] = run_ranks(published_model_acts, 1, str(smollm2()), 16, timeout_s=270)
+    for kind in ("hard", "easy"):
+        calls = [record.get("tool_calls", 0) > 0 for record in found if record["kind"] == kind]
+        assert sum(calls) > 1
+    assert any(record.get("tool_calls", 0) > record.get("failed_calls", 0) for record in found)
