@@ -16,7 +16,7 @@ CALL_SHARE = 0.5  # of the answers begin with a call, whatever the problem is
 MISTAKES = 0.35  # of calls, and of the answers after one
 EASY_MENDED = 0.9  # of the wrong answers to easy problems without a call: what can be done in the head mostly is
 OWN_VARIABLES = {
-    "EXAMPLE": ("no", "yes: an example begins every conversation, for a model whose chat template shows no tools")
+    "EXAMPLE": ("no", "yes: examples begin every conversation, for a model whose chat template shows no tools")
 }
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _NAMES = {"calculator": "expression", "python": "code"}
