@@ -93,16 +93,22 @@ def write_json(output: Path, num_problems: int, seed: int) -> list[str] | None:
 
 def generate(
     description: str | None,
-    write: Callable[[Path, int, int], list[str] | None] = write_json,
+    write: Callable[..., list[str] | None] = write_json,
     argv: list[str] | None = None,
+    switch: tuple[str, str] | None = None,
 ) -> int:
-    """The command line of a recipe's form of the problems: ``write(output, num_problems, seed)``."""
+    """The command line of a recipe's form of the problems: ``write(output, num_problems, seed)``, and whether its
+    ``switch`` (name, help) is given, where it has one.
+    """
     parser = DataScriptParser(description)
     parser.add_output("the file or folder to write")
     parser.add_argument("--num_problems", type=int, default=3000, help="how many (default: 3000)")
     parser.add_argument("--seed", type=int, default=42, help="of the choice and the order (default: 42)")
+    if switch is not None:
+        parser.add_argument(switch[0], action="store_true", dest="is_on", help=switch[1])
     args = parser.parse_args(argv)
-    return run_data_script(lambda: write(args.output_dir, args.num_problems, args.seed), args.output_dir)
+    asked = (args.num_problems, args.seed, *(() if switch is None else (args.is_on,)))
+    return run_data_script(lambda: write(args.output_dir, *asked), args.output_dir)
 
 
 if __name__ == "__main__":

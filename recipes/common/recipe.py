@@ -40,9 +40,9 @@ class Recipe:
 
     ``input_variable`` is the environment variable that names the data; ``input_default`` and ``input_meaning`` describe
     it in --help. ``check_input(path)`` raises ValueError for its faults, before anything starts. Where it is not set,
-    ``problems_module`` generates problems as ``problems_output`` in the folder of the data. From either,
-    ``data_module`` with ``data_arguments(inputs, path)`` makes ``data/train.parquet`` and ``data/test.parquet``.
-    ``accelerators`` are the devices on which ``full_config`` is the default. A recipe with ``cpu_config`` takes any
+    ``problems_module`` with ``problems_arguments(inputs)`` generates problems as ``problems_output`` in the folder of
+    the data. From either, ``data_module`` with ``data_arguments(inputs, path)`` makes ``data/train.parquet`` and
+    ``data/test.parquet``. ``accelerators`` are the devices on which ``full_config`` is the default. A recipe with ``cpu_config`` takes any
     model, also by its name on a hub: without MODEL_PATH it is ``tiny_config`` everywhere, with it ``cpu_config`` on a
     CPU; its data is then ``hub_input``, a name of tools.download and the folder in what arrives, unless the user names
     other. ``eval_variable`` names the evaluation sets of a recipe that has several, ``name path name path ...``;
@@ -73,6 +73,7 @@ class Recipe:
     problems_output: str
     data_module: str
     data_arguments: Callable[[RecipeInputs, Path], Sequence[object]]
+    problems_arguments: Callable[[RecipeInputs], Sequence[object]] = lambda inputs: ()
     shards: Literal["mp_rank", "torch_dist"] = "mp_rank"
     converts_back: bool = False
     tiny_model: TinyModel = DEEPSEEK_V3

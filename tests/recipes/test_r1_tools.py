@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
-from recipes.common.recipe import RECIPES, load_recipe
+from recipes.common.recipe import RECIPES, RecipeInputs, load_recipe
 from recipes.r1_tools import problems
 from recipes.r1_tools.r1_tools import INSTRUCTION, main
 from recipes.r1_tools.recipe import examples_of
@@ -29,6 +32,20 @@ from verl.workers.config.multi_turn import MultiTurnConfig
 from verl.workers.rollout.rollout_messages import ENVIRONMENT_SEED, TURNS
 
 RECIPE = load_recipe("r1_tools")
+
+
+def test_dates_are_among_the_hard_ones_where_a_model_is_given(tmp_path: Path) -> None:
+    given = RecipeInputs(data_dir=tmp_path, seed=1, model_path=tmp_path)
+    assert (
+        RECIPE.problems_arguments(given) == ("--dates",)
+        and RECIPE.problems_arguments(replace(given, model_path=None)) == ()
+    )
+    rows = [row for row in problems.make_set(300, 1, has_dates=True) if "days after" in row["question"]]
+    assert 20 < len(rows) < 60
+    for row in rows[:3]:
+        code = row["call"]["arguments"]["code"]
+        found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert (found.stdout.strip(), row["kind"]) == (row["answer"], "hard")
 
 
 def _rows(tmp_path: Path) -> list[dict[str, Any]]:

@@ -64,7 +64,7 @@ def _data_stages(job: Job) -> list[Stage]:
     data = module_stage("data", "Data", recipe.data_module, *recipe.data_arguments(inputs, source))
     if settings.input_path is not None or not needs_input:
         return [data]
-    arguments = ("--output", source, "--seed", settings.seed)
+    arguments = ("--output", source, "--seed", settings.seed, *recipe.problems_arguments(inputs))
     return [module_stage("problems", "Problems", recipe.problems_module, *arguments), data]
 
 
