@@ -38,16 +38,17 @@ class RecipeInputs:
 class Recipe:
     """One folder of ``recipes``; its ``recipe.py`` holds one of these as ``RECIPE``.
 
-    ``input_variable`` is the environment variable that names the data; ``input_default`` and ``input_meaning`` describe
-    it in --help. ``check_input(path)`` raises ValueError for its faults, before anything starts. Where it is not set,
-    ``problems_module`` with ``problems_arguments(inputs)`` generates problems as ``problems_output`` in the folder of
-    the data. From either, ``data_module`` with ``data_arguments(inputs, path)`` makes ``data/train.parquet`` and
-    ``data/test.parquet``. ``accelerators`` are the devices on which ``full_config`` is the default. A recipe with ``cpu_config`` takes any
-    model, also by its name on a hub: without MODEL_PATH it is ``tiny_config`` everywhere, with it ``cpu_config`` on a
-    CPU; its data is then ``hub_input``, a name of tools.download and the folder in what arrives, unless the user names
-    other. ``eval_variable`` names the evaluation sets of a recipe that has several, ``name path name path ...``;
-    ``eval_problems`` returns its faults, ``eval_sets`` the names of the files that the data stages write to data/eval.
-    ``shards`` is the form of the weights that training starts from; with ``converts_back`` the last checkpoint is
+    ``input_variable`` is the environment variable that names the data; ``input_default`` and ``input_meaning``
+    describe it in --help. ``check_input(path)`` raises ValueError for its faults, before anything starts. Where it
+    is not set, ``problems_module`` with ``problems_arguments(inputs)`` generates problems as ``problems_output`` in
+    the folder of the data. From either, ``data_module`` with ``data_arguments(inputs, path)`` makes
+    ``data/train.parquet`` and ``data/test.parquet``. ``accelerators`` are the devices on which ``full_config`` is
+    the default. A recipe with ``cpu_config`` takes any model, also by its name on a hub: without MODEL_PATH it is
+    ``tiny_config`` everywhere, with it ``cpu_config`` on a CPU; its data is then ``hub_input``, a name of
+    tools.download and the folder in what arrives, unless the user names other. ``eval_variable`` names the
+    evaluation sets of a recipe that has several, ``name path name path ...``; ``eval_problems`` returns its faults,
+    ``eval_sets`` the names of the files that the data stages write to data/eval. ``shards`` is the form of the
+    weights that training starts from; with ``converts_back`` the last checkpoint is
     converted to an HF directory. ``tiny_model`` is what it starts from where no model is given, after a warm-up on its
     corpus.
 
