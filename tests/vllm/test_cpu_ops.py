@@ -6,6 +6,7 @@ import random
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -347,3 +348,25 @@ def test_with_a_broken_compiler_the_default_is_the_reference_and_says_so(
     assert "several times slower" in caplog.text and "too old" in caplog.text
     with pytest.raises(RuntimeError, match="too old"):  # what was asked for by name
         build.kernels()
+
+
+@pytest.mark.parametrize("size", [12, 160, 5000])
+def test_settings_of_other_rows_change_no_log_prob(size: int) -> None:
+    """Rows with limits of their own take another way to their tokens."""
+    ops, rows = TABLES["fp32"][0], 40
+    logits, keys = torch.randn(rows, size) * 4, np.arange(rows, dtype=np.uint64)
+    settings = SamplingBatch(
+        torch.tensor([1.0, 0.7, 0.0, 1.3] * 10),
+        torch.from_numpy(position_keys(splitmix64(keys), np.zeros(rows, dtype=np.int64))),
+        torch.from_numpy(vocab_keys(size)),
+        None,
+        None,
+        None,
+        True,
+        True,
+    )
+    alone = ops.sample(logits.clone(), settings)
+    unlimited = {"top_p_B": torch.ones(rows), "min_p_B": torch.zeros(rows), "num_top_logprobs": 2}
+    for name, value in unlimited.items():
+        found = ops.sample(logits.clone(), replace(settings, **{name: value}))
+        assert torch.equal(found.token_ids_B, alone.token_ids_B) and torch.equal(found.logprobs_B, alone.logprobs_B)

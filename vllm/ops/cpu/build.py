@@ -30,6 +30,7 @@ _ARGUMENTS = {  # q: an integer or an address, d: a float; in the order of KERNE
     "cpu_write_kv": "8qd3q",
     "cpu_rope_write_gqa": "13qd5q",
     "cpu_sample": "8q",
+    "cpu_logprobs": "6q",
     "cpu_add": "5q",
     "cpu_widen": "3q",
     "cpu_take_rows": "5q",

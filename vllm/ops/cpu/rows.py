@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vllm.config import LOGPROBS_MODES
 from vllm.ops import reference
 from vllm.ops.contract import Angles, SampledTokens, SamplingBatch
 from vllm.ops.cpu.calls import KernelCalls
@@ -45,9 +46,15 @@ class RowOps:
         return out_TF
 
     def sample(self, logits_BW: Tensor, batch: SamplingBatch) -> SampledTokens:
-        if not batch.is_plain or batch.num_top_logprobs:
-            return reference.sample(logits_BW, batch)
         logits_BW = logits_BW.contiguous()
+        if not batch.is_plain or batch.num_top_logprobs:
+            found = reference.sample(logits_BW, batch)
+            if batch.logprobs_mode == LOGPROBS_MODES[0]:  # summed as beside plain rows alone
+                of_token = torch.empty_like(found.logprobs_B)
+                tokens = found.token_ids_B, of_token
+                self._calls.run("cpu_logprobs", logits_BW, *logits_BW.shape, batch.temperature_B, *tokens)
+                found.logprobs_B = torch.where(found.logprobs_B.isnan(), found.logprobs_B, of_token)
+            return found
         tokens_B = logits_BW.new_empty(len(logits_BW), dtype=torch.int64)
         logprobs_B = logits_BW.new_empty(len(logits_BW))
         keys = batch.keys_B2, batch.vocab_keys_W

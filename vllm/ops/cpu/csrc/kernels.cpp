@@ -24,7 +24,7 @@ extern "C" void cpu_run(long calls, const Word* words) {
       head_linear_kernel(),   mla_attention_kernel(), grouped_attention_kernel(), fused_experts_kernel(),
       called<route_all>,      BY_TYPE(rms_norm),      BY_TYPE(add_rms_norm),      BY_TYPE(silu_and_mul),
       BY_TYPE(rotary),        BY_TYPE(write_kv),      write_grouped_kernel(),     called<sample_rows>,
-      BY_TYPE(add),           called<widen_all>,      called<take_rows>,
+      called<logprob_rows>,   BY_TYPE(add),           called<widen_all>,      called<take_rows>,
       called<take_panel_rows>,
   };
   for (long i = 0; i < calls; ++i, words += CALL_WORDS) KERNELS[words[0].integer](words + 1);

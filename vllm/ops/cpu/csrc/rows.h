@@ -140,8 +140,9 @@ static inline vi load_keys(const int32_t* keys, long count) {
 
 // Samples one row: the greedy token at temperature 0, else the winner of the exponential race. A row with NaN or infinity
 // gets -1 (NOT_FINITE of the contract) and NaN.
+// Draws a token, or takes the one that is given (-1: none is), and writes its log-prob.
 static int64_t sample_row(const float* logits, long size, float temperature, const int32_t* keys,
-                          const int32_t* vocab_keys, float* logprob) {
+                          const int32_t* vocab_keys, int64_t given_token, float* logprob) {
   const float factor = temperature > 0 ? temperature : 1.0f;
   const vi lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   vf peaks = splat(-INFINITY);
@@ -168,6 +169,7 @@ static int64_t sample_row(const float* logits, long size, float temperature, con
   for (i = 0; i < size; i += LANES) {
     vf p = exp(scaled(i) - peak);
     total += p;
+    if (given_token >= 0) continue;
     if (temperature > 0) {
       const vf u = uniform_noise(keys[0], keys[1], load_keys(vocab_keys + i, size - i));
       if (!any(p >= u * to_beat)) continue;
@@ -181,7 +183,7 @@ static int64_t sample_row(const float* logits, long size, float temperature, con
   int winner = 0;
   for (int lane = 1; lane < LANES; ++lane)
     if (best[lane] > best[winner] || (best[lane] == best[winner] && addresses[lane] < addresses[winner])) winner = lane;
-  const int64_t token = addresses[winner];
+  const int64_t token = given_token >= 0 ? given_token : addresses[winner];
   *logprob = logits[token] / factor - (std::log(sum(total)) + peak);
   return token;
 }
@@ -190,5 +192,15 @@ static void sample_rows(const float* logits, long rows, long size, const float* 
                         const int32_t* vocab_keys, int64_t* tokens, float* logprobs) {
 #pragma omp parallel for num_threads(threads_for(rows * size))
   for (long b = 0; b < rows; ++b)
-    tokens[b] = sample_row(logits + b * size, size, temperature[b], keys + 2 * b, vocab_keys, logprobs + b);
+    tokens[b] = sample_row(logits + b * size, size, temperature[b], keys + 2 * b, vocab_keys, -1, logprobs + b);
+}
+
+// The log-probs of tokens that were drawn elsewhere, as sample_rows computes them; NaN where there is none.
+static void logprob_rows(const float* logits, long rows, long size, const float* temperature, const int64_t* tokens,
+                         float* logprobs) {
+#pragma omp parallel for num_threads(threads_for(rows * size))
+  for (long b = 0; b < rows; ++b) {
+    logprobs[b] = NAN;
+    if (tokens[b] >= 0) sample_row(logits + b * size, size, temperature[b], nullptr, nullptr, tokens[b], logprobs + b);
+  }
 }
