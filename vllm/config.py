@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from vllm.transformers_utils.config import HFConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
+DRAFT_METHODS = ("ngram", "suffix")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 KV_CACHE_LAYOUTS = ("nd", "nz")
 EXPERT_EXCHANGES = ("all_gather", "dispatch")
@@ -43,6 +44,18 @@ class SchedulerConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
     enable_chunked_prefill: bool
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """Drafts that a step verifies; they change no token."""
+
+    method: str
+    num_speculative_tokens: int
+    prompt_lookup_max: int = 4  # ngram: tokens of the longest end of the text that is looked for
+    prompt_lookup_min: int = 2  # of the shortest one, also of suffix
+    suffix_max_tokens: int = 1_000_000  # of the texts that suffix remembers, some 70 bytes each
+    disable_by_batch_size: int | None = None  # no drafts while more sequences run
 
 
 @dataclass(frozen=True)
@@ -134,6 +147,7 @@ class VllmConfig:
     scheduler: SchedulerConfig
     compilation: CompilationConfig
     parallel: ParallelConfig
+    speculative: SpeculativeConfig | None
     load_format: str
     rollout_ops: str | None  # None: the platform's
     device: str | None
@@ -146,7 +160,7 @@ class VllmConfig:
             *_model_problems(self.model, self.load_format, self.logprobs_mode),
             *_cache_problems(self.cache, self.model),
             *_scheduler_problems(self.scheduler, self.model.max_model_len),
-            *_compilation_problems(self.compilation, self.scheduler.max_num_seqs),
+            *_compilation_problems(self.compilation, self.scheduler.max_num_seqs, self.speculative),
             *_parallel_problems(self.parallel, self.model.hf),
         ]
 
@@ -204,12 +218,32 @@ def _scheduler_problems(scheduler: SchedulerConfig, max_model_len: int) -> Itera
         )
 
 
-def _compilation_problems(compilation: CompilationConfig, max_num_seqs: int) -> Iterator[str]:
-    sizes = compilation.cudagraph_capture_sizes
-    if not compilation.enforce_eager and not (sizes and min(sizes) >= 1 and max(sizes) <= max_num_seqs):
+def speculative_problems(config: SpeculativeConfig) -> Iterator[str]:
+    """Every problem of a ``speculative_config``."""
+    if config.method not in DRAFT_METHODS:
+        yield f"speculative_config.method={config.method!r} is unknown, expected one of {', '.join(DRAFT_METHODS)}"
+    for name, value in vars(config).items():
+        if name != "method" and value is not None and (type(value) is not int or value < 1):
+            yield f"speculative_config.{name}={value!r} must be a whole number from 1 on"
+            return
+    if config.prompt_lookup_min > config.prompt_lookup_max:
+        yield (
+            f"speculative_config.prompt_lookup_min={config.prompt_lookup_min} exceeds "
+            f"prompt_lookup_max={config.prompt_lookup_max}"
+        )
+
+
+def _compilation_problems(
+    compilation: CompilationConfig, max_num_seqs: int, speculative: SpeculativeConfig | None
+) -> Iterator[str]:
+    sizes, rows = compilation.cudagraph_capture_sizes, 1
+    if speculative is not None:
+        rows += speculative.num_speculative_tokens
+    if not compilation.enforce_eager and not (sizes and min(sizes) >= 1 and max(sizes) <= rows * max_num_seqs):
+        with_drafts = f" times {rows}, a sequence and its drafts" if rows > 1 else ""
         yield (
             f"cudagraph_capture_sizes={list(sizes)} must be numbers of sequences from 1 to max_num_seqs="
-            f"{max_num_seqs}; leave it out for the device's own"
+            f"{max_num_seqs}{with_drafts}; leave it out for the device's own"
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -22,20 +23,36 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from vllm.config import SchedulerConfig
+from vllm.config import SchedulerConfig, SpeculativeConfig
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.sample.sampler import SamplerOutput
+from vllm.v1.spec_decode.drafter import Speculation
+from vllm.v1.spec_decode.verification import accepted
 from vllm.v1.worker.input_batch import InputBatch, prepare_step
 
 MAX_MODEL_LEN, END = 48, 9
 LOST = -1
 
 
-def next_token(request: Request) -> int:
+def next_token(request: Request, draft: Sequence[int] = ()) -> int:
     """What the model draws: of the seed and all tokens so far, so that a wrong one changes all that follow."""
-    return random.Random(str((request.seed, request.token_ids))).randrange(END + 1)
+    return random.Random(str((request.seed, [*request.token_ids, *draft]))).randrange(END + 1)
+
+
+class Guesser:
+    """Drafts that are mostly right, and go on behind the end of a sequence."""
+
+    def draft(self, request: Request, count: int) -> list[int]:
+        wrong, draft = random.Random(str(request.token_ids)), list[int]()
+        for _ in range(wrong.randint(0, count)):
+            draft.append(next_token(request, draft) if wrong.random() < 0.8 else wrong.randrange(END + 1))
+        return draft
+
+    def keep(self, requests: Sequence[Request]) -> None:
+        return
 
 
 class Traffic(RuleBasedStateMachine):
@@ -48,6 +65,7 @@ class Traffic(RuleBasedStateMachine):
         extra_budget=st.sampled_from([0, 1, 3, 20, 100]),
         is_chunked=st.booleans(),
         has_prefix_caching=st.sampled_from([True, True, False]),
+        num_drafts=st.sampled_from([0, 0, 1, 3, 7]),
     )
     def build(
         self,
@@ -57,11 +75,16 @@ class Traffic(RuleBasedStateMachine):
         extra_budget: int,
         is_chunked: bool,
         has_prefix_caching: bool,
+        num_drafts: int,
     ) -> None:
         num_blocks = -(-MAX_MODEL_LEN // block_size) + extra_blocks
         budget = max_num_seqs + extra_budget + (0 if is_chunked else MAX_MODEL_LEN)
         self.config = SchedulerConfig(max_num_seqs, budget, is_chunked)
-        self.scheduler = Scheduler(self.config, KVCacheManager(num_blocks, block_size, has_prefix_caching))
+        speculation = None
+        if num_drafts:
+            speculation = Speculation(SpeculativeConfig("ngram", num_drafts))
+            speculation._drafter = Guesser()
+        self.scheduler = Scheduler(self.config, KVCacheManager(num_blocks, block_size, has_prefix_caching), speculation)
         self.pool = self.scheduler.kv.pool
         self.batch = InputBatch(max_num_seqs, MAX_MODEL_LEN, block_size)
         self.cache = np.full(num_blocks * block_size, LOST)
@@ -109,22 +132,28 @@ class Traffic(RuleBasedStateMachine):
             pages = self.cache.reshape(-1, self.block_size)
             sources, targets = np.array(step.block_copies).T
             pages[targets] = pages[sources]
-        plan = prepare_step(self.batch, rows, np.array(step.num_tokens))
+        num_drafts = self.batch.write_drafts(step)
+        plan = prepare_step(self.batch, rows, np.array(step.num_tokens), num_drafts)
         written: dict[int, int] = {}
         for slot, token in zip(plan.slots_T.tolist(), plan.token_ids_T.tolist(), strict=True):
             assert written.setdefault(slot, token) == token, "two sequences write to one place"
             self.cache[slot] = token
-        sampled = []
+        tokens, sampled = list[int](), step.sampled
         for request, num_new in zip(step.requests, step.num_tokens, strict=True):
+            draft = step.drafts.get(request.request_id, [])
             end = request.num_computed_tokens + num_new
-            assert self.content(request)[:end] == request.token_ids[:end]
-            if end == len(request.token_ids):
-                sampled.append(request)
-        tokens = [next_token(request) for request in sampled]
-        self.batch.append_tokens(plan.sampled_rows, np.array(tokens, dtype=np.int64))
-        for request in sampled:
-            self.versions[request.request_id].append(self.version)
-        self.scheduler.update_from_output(step, tokens, [-1.0] * len(tokens))
+            assert self.content(request)[:end] == [*request.token_ids, *draft][:end]
+            if request in sampled:
+                tokens += [next_token(request, draft[:count]) for count in range(len(draft) + 1)]
+        output, counts = SamplerOutput(np.array(tokens, dtype=np.int64), [-1.0] * len(tokens), None), None
+        if num_drafts is not None:
+            output, counts = accepted(step, output)
+        own_rows = np.array([self.batch.row_of[request.request_id] for request in sampled], dtype=np.int64)
+        self.batch.append_tokens(own_rows, output.token_ids, counts)
+        before = [request.num_output_tokens for request in sampled]
+        self.scheduler.update_from_output(step, output.token_ids.tolist(), output.logprobs)
+        for request, num_before in zip(sampled, before, strict=True):
+            self.versions[request.request_id] += [self.version] * (request.num_output_tokens - num_before)
 
     def content(self, request: Request) -> list[int]:
         tokens: list[int] = self.cache.reshape(-1, self.block_size)[request.block_ids].flatten().tolist()

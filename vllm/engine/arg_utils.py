@@ -14,8 +14,10 @@ from vllm.config import (
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     VllmConfig,
     default_capture_sizes,
+    speculative_problems,
 )
 from vllm.transformers_utils.config import load_config, resolve_quantization
 
@@ -80,6 +82,9 @@ class EngineArgs:
     cudagraph_capture_sizes: Sequence[int] | None = option(
         None, "batch sizes of graphs; default: powers of two to max_num_seqs, on npu max_num_seqs alone"
     )
+    speculative_config: Mapping[str, Any] | None = option(
+        None, 'drafts that steps verify: {"method": "ngram", "num_speculative_tokens": 4}; they change no token'
+    )
     load_format: str = option("auto", "auto, safetensors, or dummy (no weights are read)")
     quantization: str | None = option(None, "fp8 or dequantize; default: as the checkpoint stores its weights")
     rollout_ops: str | None = option(None, "provider of the op table, module:function; default: the platform's")
@@ -108,6 +113,14 @@ class EngineArgs:
         batched_tokens = self.max_num_batched_tokens
         if batched_tokens is None:
             batched_tokens = max(2048, self.max_num_seqs, 0 if self.enable_chunked_prefill else max_model_len)
+        found, speculative = read_speculative_config(self.speculative_config)
+        problems += found
+        num_rows = self.max_num_seqs  # of a decode step, where each draft has one
+        if speculative is not None:
+            num_rows = min(self.max_num_seqs * (1 + speculative.num_speculative_tokens), batched_tokens)
+        sizes = set(self.cudagraph_capture_sizes or ())
+        if self.cudagraph_capture_sizes is None:
+            sizes = {*capture_sizes(self.max_num_seqs), *capture_sizes(num_rows)}
         values = vars(self) | {
             "tokenizer": self.tokenizer or self.model,
             "dtype": hf.torch_dtype if self.dtype == "auto" else _DTYPES.get(self.dtype, self.dtype),
@@ -115,10 +128,9 @@ class EngineArgs:
             "hf": hf,
             "quantization": quantization,
             "max_num_batched_tokens": batched_tokens,
-            "cudagraph_capture_sizes": capture_sizes(self.max_num_seqs)
-            if self.cudagraph_capture_sizes is None
-            else tuple(sorted(set(self.cudagraph_capture_sizes))),
+            "cudagraph_capture_sizes": tuple(sorted(sizes)),
             "data_parallel_size": dp_size,
+            "speculative": speculative,
             "rank": rank,
             "world_size": world_size,
             "first_rank": first_rank,
@@ -145,6 +157,25 @@ class EngineArgs:
         if not text.isdecimal() or int(text) < 1:
             return [f"VLLM_DP_SIZE={text!r} in the environment must be a positive integer"], 1
         return [], int(text)
+
+
+def read_speculative_config(given: Mapping[str, Any] | None) -> tuple[list[str], SpeculativeConfig | None]:
+    """The problems of vLLM's ``speculative_config``, and what it says where it has none; an empty one is none."""
+    if not given:
+        return [], None
+    names = {one.name: one for one in fields(SpeculativeConfig)}
+    problems = [
+        f"speculative_config has no {name!r}; it has {', '.join(names)}" for name in sorted(given.keys() - names)
+    ]
+    problems += [
+        f"speculative_config.{name} is missing" for name in ("method", "num_speculative_tokens") if name not in given
+    ]
+    if not problems:
+        made = SpeculativeConfig(**given)
+        problems = list(speculative_problems(made))
+        if not problems:
+            return [], made
+    return problems, None
 
 
 def _dataclass_of(kind: type[Any], values: Mapping[str, Any]) -> Any:

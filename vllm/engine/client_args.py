@@ -59,7 +59,6 @@ CLIENT_ARGS: dict[str, ClientArg] = {
     "use_v2_block_manager": ClientArg(True, "there is one block manager", None, bool),
     "rope_scaling": ClientArg(None, "edit config.json in the model's directory", ({},)),
     "rope_theta": ClientArg(None, "edit config.json in the model's directory", kind=float),
-    "speculative_config": ClientArg(None, "speculative decoding is not supported"),
     "compilation_config": ClientArg(None, "decode steps are captured by enforce_eager and cudagraph_capture_sizes"),
     "guided_decoding_backend": ClientArg("auto", "no request asks for structured outputs", None),
     "max_seq_len_to_capture": ClientArg(8192, "graphs are captured for batches, of sequences of any length", None, int),

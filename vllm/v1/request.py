@@ -48,6 +48,8 @@ class Request:
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # of the first admission, found in the prefix cache
     num_preemptions: int = 0
+    # Steps that verified drafts of it, these drafts, and those of them that were right.
+    draft_counts: list[int] = field(default_factory=lambda: [0, 0, 0])
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[int] = field(default_factory=list)  # of the contents of leading full blocks, as far as needed
     num_registered_blocks: int = 0  # leading blocks that the pool can find by content

@@ -153,7 +153,15 @@ def _engine_numbers(engine: AsyncLLM) -> tuple[dict[str, float], dict[str, float
         "num_requests_waiting": len(scheduler.waiting),
         "num_unfinished_samples": engine.num_unfinished_samples,
     }
-    return gauges, {"num_preemptions_total": scheduler.num_preemptions, "requests_aborted_total": engine.num_aborted}
+    counters: dict[str, float] = {
+        "num_preemptions_total": scheduler.num_preemptions,
+        "requests_aborted_total": engine.num_aborted,
+    }
+    if scheduler.speculation is not None:
+        names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+        counts = zip(names, scheduler.speculation.counts, strict=True)
+        counters |= {f"spec_decode_{name}_total": count for name, count in counts}
+    return gauges, counters
 
 
 class ApiServer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import json
 import os
 import re
 import sys
@@ -235,12 +236,24 @@ def _names(name: str) -> list[str]:
     return [*([] if short is None else [short]), "--" + name.replace("_", "-")]
 
 
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+    return found
+
+
 def _form(hint: Any) -> dict[str, Any]:
     """Return the argparse options for a value of this type."""
     if get_origin(hint) in (Union, types.UnionType):
         hint = next(part for part in get_args(hint) if part is not type(None))
     if hint is bool:
         return {"action": argparse.BooleanOptionalAction}
+    if get_origin(hint) is Mapping:
+        return {"type": _json_object, "metavar": "JSON"}
     if get_origin(hint) is not None:  # a sequence
         return {"nargs": "+", "type": get_args(hint)[0]}
     return {"type": hint}

@@ -69,17 +69,25 @@ class KVCacheManager:
         new_blocks = self.pool.allocate(missing)
         request.block_ids += new_blocks
         if self.enable_prefix_caching:
-            self._register(request, end)
+            self._register(request, min(end, len(request.token_ids)))  # drafts may be wrong
         return new_blocks
 
-    def allocate_decoding(self, requests: Sequence[Request]) -> list[list[int]]:
-        """`allocate_slots` of one token for the first requests, up to one that brings several or gets no block."""
+    def allocate_decoding(self, requests: Sequence[Request], drafts: dict[str, list[int]]) -> list[list[int]]:
+        """`allocate_slots` of one token, and of a request's `drafts`, for the first requests, up to one that brings
+        several or gets no block; takes out the drafts for which there is no block.
+        """
         size = self.block_size
         added: list[list[int]] = []
         for request in requests:
             computed = request.num_computed_tokens
             if len(request.token_ids) - computed != 1:
                 break
+            if request.request_id in drafts:
+                new_blocks = self.allocate_slots(request, 1 + len(drafts[request.request_id]))
+                if new_blocks is not None:
+                    added.append(new_blocks)
+                    continue
+                del drafts[request.request_id]
             # Nearly every time within a block.
             is_within = (computed + 1) % size and computed < len(request.block_ids) * size
             if is_within and computed >= request.num_prompt_tokens:

@@ -13,6 +13,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.non_finite import NonFiniteLogitsError, failed_requests, model_problem, settings_problem
 from vllm.v1.request import Request, TopLogprobs
 from vllm.v1.sample.sampler import SamplerOutput
+from vllm.v1.spec_decode.drafter import make_speculation
 from vllm.v1.worker.cache_memory import zero_blocks
 from vllm.v1.worker.rank_context import RankContext
 from vllm.v1.worker.worker import Worker
@@ -28,7 +29,7 @@ class EngineCore:
         self.device = rank.platform.exchange_device(rank.device)
         self.worker = Worker(rank)
         kv = KVCacheManager(self.worker.cache.num_blocks, config.cache.block_size, config.cache.enable_prefix_caching)
-        self.scheduler = Scheduler(config.scheduler, kv)
+        self.scheduler = Scheduler(config.scheduler, kv, make_speculation(config.speculative))
         self.num_steps = 0
         self.expects_requests = False  # some will be queued, such as next turns of finished ones: there is work left
         self.is_idle = False  # the last step had nothing to compute, here and in the replicas that step with this one
@@ -67,7 +68,10 @@ class EngineCore:
         finished = self.scheduler.update_from_output(step, token_ids, output.logprobs, problems)
         if self.worker.keeps_routed_experts:
             for request in finished:  # their blocks are free, but hold what they held until the next step
-                request.routed_experts = self.worker.routed_experts(request.request_id)
+                request.routed_experts = self.worker.routed_experts(request)
+        if step.drafts:
+            for request in finished:
+                del request.output_top[request.num_output_tokens :]  # of accepted drafts behind its end
         if problems:
             self._clean_free_blocks()
         return finished, True
@@ -133,7 +137,7 @@ class EngineCore:
 
     @staticmethod
     def _record_top(step: SchedulerOutput, top: list[TopLogprobs], problems: Mapping[str, str]) -> None:
-        for request, (rank, ids, logprobs) in zip(step.sampled, top, strict=True):
+        for request, (rank, ids, logprobs) in zip(step.request_of_sample, top, strict=True):
             count = request.num_top_logprobs  # 0: they are its neighbours', which may end before it
             if count and request.request_id not in problems:
                 request.output_top.append((rank, ids[:count], logprobs[:count]))

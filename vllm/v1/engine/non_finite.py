@@ -19,7 +19,9 @@ def failed_requests(step: SchedulerOutput, output: SamplerOutput) -> tuple[list[
     made finite ones so.
     """
     by_model, by_settings = list(output.unscored), []
-    for request, token, is_finite in zip(step.sampled, output.token_ids.tolist(), output.are_finite(), strict=True):
+    for request, token, is_finite in zip(
+        step.request_of_sample, output.token_ids.tolist(), output.are_finite(), strict=True
+    ):
         if token == NOT_FINITE and request not in by_model:
             by_model.append(request)
         elif not is_finite and token != NOT_FINITE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -76,6 +77,16 @@ class RowEdits:
         self._output.append(token)
         if self.seen is not None:
             self.seen.add(token)
+
+    def after(self, tokens: Sequence[int]) -> RowEdits:
+        """A copy that has taken `tokens`."""
+        if not tokens:
+            return self
+        later = copy.copy(self)
+        later._output, later.seen = [*self._output], copy.deepcopy(self.seen)
+        for token in tokens:
+            later.append(token)
+        return later
 
     def banned_ids(self) -> list[int]:
         """Return stop tokens before min_tokens, and tokens that would complete a bad word."""

@@ -43,8 +43,9 @@ class SamplerOutput:
 class _RowSettings:
     """Cached settings of a batch, valid as long as its rows stay the same; each row then gets a token in every step."""
 
-    def __init__(self, batch: InputBatch, rows_B: np.ndarray, settings: SamplingBatch) -> None:
+    def __init__(self, batch: InputBatch, rows_B: np.ndarray, settings: SamplingBatch, has_drafts: bool) -> None:
         self.num_added, self.rows_B, self.settings = batch.num_added, rows_B, settings
+        self.has_drafts = has_drafts  # then rows get tokens of several positions, or of others than the next
         self._mixed_seeds_B = splitmix64(batch.seed[rows_B])
         self._next_B = batch.num_tokens[rows_B] - batch.num_prompt[rows_B]  # positions whose keys are not made yet
         self._keys: list[Tensor] = []  # of the positions before that, the last one first
@@ -58,6 +59,10 @@ class _RowSettings:
             self._next_B = self._next_B + STEPS_OF_KEYS
         return self._keys.pop()
 
+    def keys_at(self, positions_B: np.ndarray) -> np.ndarray:
+        """Return int32 [B, 2], the keys of these positions."""
+        return position_keys(self._mixed_seeds_B, positions_B)
+
 
 class Sampler:
     """Samples rows of one InputBatch from their logits."""
@@ -68,23 +73,36 @@ class Sampler:
         self.vocab_keys_W = torch.from_numpy(vocab_keys(vocab_size)).to(device)
         self._last: _RowSettings | None = None
 
-    def __call__(self, logits_BW: Tensor, batch: InputBatch, rows: np.ndarray) -> SamplerOutput:
-        """logits fp32 [B, W] of the batch's `rows` [B]; the next token of each."""
-        sampled = self.ops.sample(logits_BW, self._settings(batch, rows))
+    def __call__(
+        self, logits_BW: Tensor, batch: InputBatch, rows: np.ndarray, lens: np.ndarray | None = None
+    ) -> SamplerOutput:
+        """logits fp32 [B, W] of the batch's `rows` [B]; the next token of each, or the one after its first `lens` [B]
+        tokens, which the batch has.
+        """
+        sampled = self.ops.sample(logits_BW, self._settings(batch, rows, lens))
         return SamplerOutput(sampled.token_ids_B.cpu().numpy(), sampled.logprobs_B.tolist(), _top(sampled))
 
-    def _settings(self, batch: InputBatch, rows: np.ndarray) -> SamplingBatch:
+    def _settings(self, batch: InputBatch, rows: np.ndarray, lens: np.ndarray | None) -> SamplingBatch:
         last = self._last
         are_the_same = last is not None and (last.rows_B is rows or np.array_equal(last.rows_B, rows))
-        if last is None or not are_the_same or last.num_added != batch.num_added:
-            last = self._last = self._settings_of(batch, rows)
-        settings, settings.keys_B2 = last.settings, last.next_keys(self._send)
+        if (
+            last is None
+            or not are_the_same
+            or last.num_added != batch.num_added
+            or last.has_drafts != (lens is not None)
+        ):
+            last = self._last = self._settings_of(batch, rows, lens is not None)
+        settings = last.settings
+        if lens is None:
+            settings.keys_B2 = last.next_keys(self._send)
+        else:
+            settings.keys_B2 = self._send(last.keys_at(lens - batch.num_prompt[rows]))
         if batch.edits:
             settings = replace(settings)
-            self._add_edits(settings, batch, rows)
+            self._add_edits(settings, batch, rows, lens)
         return settings
 
-    def _settings_of(self, batch: InputBatch, rows: np.ndarray) -> _RowSettings:
+    def _settings_of(self, batch: InputBatch, rows: np.ndarray, has_drafts: bool) -> _RowSettings:
         temperature, top_k, top_p = batch.temperature[rows], batch.top_k[rows], batch.top_p[rows]
         limited_k = np.where((top_k > 0) & (top_k < self.vocab_size), top_k, self.vocab_size)
         has_top_k, has_top_p = bool((limited_k < self.vocab_size).any()), bool((top_p < 1).any())
@@ -104,10 +122,15 @@ class Sampler:
         min_p = np.array([batch.min_p.get(row, 0.0) for row in rows.tolist()] if batch.min_p else [], dtype=np.float32)
         if min_p.any():
             settings.min_p_B = self._send(min_p)
-        return _RowSettings(batch, rows, settings)
+        return _RowSettings(batch, rows, settings, has_drafts)
 
-    def _add_edits(self, settings: SamplingBatch, batch: InputBatch, rows: np.ndarray) -> None:
+    def _add_edits(self, settings: SamplingBatch, batch: InputBatch, rows: np.ndarray, lens: np.ndarray | None) -> None:
         edited = [(index, batch.edits[row]) for index, row in enumerate(rows.tolist()) if row in batch.edits]
+        if lens is not None:  # a draft is seen by those behind it
+            edited = [
+                (index, edits.after(batch.token_ids[rows[index], batch.num_tokens[rows[index]] : lens[index]].tolist()))
+                for index, edits in edited
+            ]
         settings.edits = gather_edits(edited, self.vocab_size, self._send)
         settings.banned_BW = gather_bans(edited, len(rows), self.vocab_size, self.device)
 

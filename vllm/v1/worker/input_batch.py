@@ -60,9 +60,30 @@ class InputBatch:
         self._last_requests, self._last_rows = step.requests, np.array(rows, dtype=np.int64)
         return self._last_rows
 
-    def append_tokens(self, rows: np.ndarray, token_ids: np.ndarray) -> None:
-        self.token_ids[rows, np.minimum(self.num_tokens[rows], self.token_ids.shape[1] - 1)] = token_ids
-        self.num_tokens[rows] += 1
+    def write_drafts(self, step: SchedulerOutput) -> np.ndarray | None:
+        """Write the drafts of a step behind the tokens of its requests; return how many each has, int64 [B]."""
+        if not step.drafts:
+            return None
+        counts = np.zeros(len(step.requests), dtype=np.int64)
+        for index, request in enumerate(step.requests):
+            if draft := step.drafts.get(request.request_id):
+                row, counts[index] = self.row_of[request.request_id], len(draft)
+                self.token_ids[row, self.num_tokens[row] : self.num_tokens[row] + len(draft)] = draft
+        return counts
+
+    def append_tokens(self, rows: np.ndarray, token_ids: np.ndarray, counts: np.ndarray | None = None) -> None:
+        """Append a token to each of `rows`, or `counts` [B] of them: all but the last of a row's are right drafts,
+        which are computed.
+        """
+        if counts is None:
+            self.token_ids[rows, np.minimum(self.num_tokens[rows], self.token_ids.shape[1] - 1)] = token_ids
+            self.num_tokens[rows] += 1
+        else:
+            at = np.arange(len(token_ids)) + np.repeat(self.num_tokens[rows] - (np.cumsum(counts) - counts), counts)
+            self.num_tokens[rows] += counts
+            self.num_computed[rows] += counts - 1
+            rows = np.repeat(rows, counts)
+            self.token_ids[rows, np.minimum(at, self.token_ids.shape[1] - 1)] = token_ids
         if self.edits:
             for row, token in zip(rows.tolist(), token_ids.tolist(), strict=True):
                 if row in self.edits:
@@ -116,14 +137,27 @@ class StepInputs:
     num_decode: int  # sequences with one new token
     sampled_T: np.ndarray | None  # int64, tokens to sample after, in the step's order; None = all T, in order
     sampled_rows: np.ndarray  # int64, batch rows they belong to
+    sampled_lens: np.ndarray  # int64, tokens of their sequences up to them
 
 
-def prepare_step(batch: InputBatch, rows: np.ndarray, num_new: np.ndarray) -> StepInputs:
-    """Return the step in which `rows` [B] compute their next `num_new` [B] tokens, and count these as computed."""
+def prepare_step(
+    batch: InputBatch, rows: np.ndarray, num_new: np.ndarray, num_drafts: np.ndarray | None = None
+) -> StepInputs:
+    """Return the step in which `rows` [B] compute their next `num_new` [B] tokens, and count these as computed, but for
+    the last `num_drafts` [B] of them: each draft is a sequence of its own, one token longer than the one before it, so
+    that it is computed as in a decode step.
+    """
     computed = batch.num_computed[rows]
+    if num_drafts is not None:
+        num_new = num_new - num_drafts
+        batch.num_computed[rows] = computed + num_new
+        first = np.cumsum(num_drafts) - num_drafts + np.arange(len(rows))
+        rows, computed, num_new = (np.repeat(column, 1 + num_drafts) for column in (rows, computed, num_new))
+        computed = computed + np.arange(len(rows)) - np.repeat(first, 1 + num_drafts)
     seq_lens = computed + num_new
-    is_sampled = seq_lens == batch.num_tokens[rows]
-    batch.num_computed[rows] = seq_lens
+    is_sampled = seq_lens >= batch.num_tokens[rows]
+    if num_drafts is None:
+        batch.num_computed[rows] = seq_lens
     if len(rows) == 0 or int(num_new.max()) == 1:  # a decode step, the common one: one token per row, in order
         are_all_sampled = bool(is_sampled.all())
         return StepInputs(
@@ -136,6 +170,7 @@ def prepare_step(batch: InputBatch, rows: np.ndarray, num_new: np.ndarray) -> St
             num_decode=len(rows),
             sampled_T=None if are_all_sampled else np.flatnonzero(is_sampled),
             sampled_rows=rows if are_all_sampled else rows[is_sampled],
+            sampled_lens=seq_lens if are_all_sampled else seq_lens[is_sampled],
         )
     order = np.concatenate((np.flatnonzero(num_new == 1), np.flatnonzero(num_new > 1)))
     ordered_new, starts = num_new[order], np.cumsum(num_new[order]) - num_new[order]
@@ -153,6 +188,7 @@ def prepare_step(batch: InputBatch, rows: np.ndarray, num_new: np.ndarray) -> St
         num_decode=int((num_new == 1).sum()),
         sampled_T=last_token[is_sampled],
         sampled_rows=rows[is_sampled],
+        sampled_lens=seq_lens[is_sampled],
     )
 
 

@@ -20,6 +20,7 @@ from vllm.utils import async_tensor_h2d
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 from vllm.v1.sample.sampler import Sampler, SamplerOutput, score_prompts
+from vllm.v1.spec_decode.verification import accepted
 from vllm.v1.worker.decode_graphs import DecodeGraphs
 from vllm.v1.worker.input_batch import InputBatch, StepInputs, prepare_step
 from vllm.v1.worker.rank_context import RankContext
@@ -43,7 +44,8 @@ class ModelRunner:
     def execute(self, step: SchedulerOutput, exchange: StepExchange, caches: list[KVCache]) -> SamplerOutput:
         """Run one step; return samples, in the step's order, of the requests whose tokens are all computed now."""
         rows = self.batch.update(step)
-        inputs = prepare_step(self.batch, rows, np.array(step.num_tokens, dtype=np.int64))
+        num_drafts = self.batch.write_drafts(step)
+        inputs = prepare_step(self.batch, rows, np.array(step.num_tokens, dtype=np.int64), num_drafts)
         states_T, logits_of = self._forward(inputs, exchange, caches)
         unscored: list[Request] = []
         if self.batch.prompts_to_score:
@@ -52,9 +54,15 @@ class ModelRunner:
             return SamplerOutput(np.empty(0, dtype=np.int64), [], None, unscored)
         if inputs.sampled_T is not None and len(states_T) > len(inputs.sampled_T):
             states_T = states_T.index_select(0, self._send(inputs.sampled_T))
-        output = self.sampler(logits_of(states_T), self.batch, inputs.sampled_rows)
+        lens = None if num_drafts is None else inputs.sampled_lens
+        output = self.sampler(logits_of(states_T), self.batch, inputs.sampled_rows, lens)
         output.unscored = unscored
-        self.batch.append_tokens(inputs.sampled_rows, output.token_ids)
+        if num_drafts is None:
+            self.batch.append_tokens(inputs.sampled_rows, output.token_ids)
+        else:
+            output, counts = accepted(step, output)
+            sampled = [self.batch.row_of[request.request_id] for request in step.sampled]
+            self.batch.append_tokens(np.array(sampled), output.token_ids, counts)
         return output
 
     def _forward(self, inputs: StepInputs, exchange: StepExchange, caches: list[KVCache]) -> tuple[Tensor, LogitsOf]:
@@ -82,7 +90,7 @@ class ModelRunner:
             context,
             num_tokens=count,
             num_decode_tokens=count,
-            decode=self._decode(rows, self.batch.num_tokens[rows]),
+            decode=self._decode(rows, inputs.sampled_lens),
             prefill=None,
             dp_token_counts=[count],
             sampled_B=self._send(inputs.sampled_T),

@@ -10,6 +10,7 @@ import torch
 from vllm.distributed.parallel_state import StepExchange
 from vllm.model_executor.layers.fused_moe import read_choices
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
 from vllm.v1.sample.sampler import SamplerOutput
 from vllm.v1.worker.cache_memory import CacheMemory, copy_blocks
 from vllm.v1.worker.decode_graphs import DecodeGraphs
@@ -46,11 +47,12 @@ class Worker:
     def keeps_routed_experts(self) -> bool:
         return self.config.cache.enable_return_routed_experts
 
-    def routed_experts(self, request_id: str) -> np.ndarray:
-        """[tokens computed, MoE layers, K] of a request of the last step."""
+    def routed_experts(self, request: Request) -> np.ndarray:
+        """[tokens computed, MoE layers, K] of a request that the last step finished."""
         batch = self.runner.batch
-        row = batch.row_of[request_id]
-        num_tokens = int(batch.num_computed[row])
+        row = batch.row_of[request.request_id]
+        # An end within accepted drafts leaves some behind it, and a last token was no input.
+        num_tokens = min(int(batch.num_computed[row]), len(request.token_ids) - (request.finish_reason != "error"))
         blocks = batch.block_table[row, : -(-num_tokens // batch.block_size)]
         return read_choices(self.cache.caches[-1], blocks, num_tokens)
 

@@ -19,6 +19,9 @@ class SchedulerOutput:
     new_block_ids: list[list[int] | None]
     removed: list[Request]  # finished, aborted or preempted since the last step: their rows are free
     total_num_tokens: int
+    drafts: dict[str, list[int]] = field(default_factory=dict)
+    """By request: tokens that may come next. A step verifies them: request i's num_tokens[i] contain them."""
+    num_sampled: list[int] | None = None  # of each request that gets tokens, how many; None: one each
     block_copies: list[tuple[int, int]] = field(default_factory=list)
     """(source, target) blocks, all sources read before any target is written: done before the step computes."""
 
@@ -33,10 +36,17 @@ class SchedulerOutput:
         return [
             request
             for request, num_new in zip(self.requests, self.num_tokens, strict=True)
-            if request.num_computed_tokens + num_new == len(request.token_ids)
+            if request.num_computed_tokens + num_new >= len(request.token_ids)
         ]
 
     @property
+    def request_of_sample(self) -> list[Request]:
+        """The request of each token that the step samples."""
+        if self.num_sampled is None:
+            return self.sampled
+        return [one for one, count in zip(self.sampled, self.num_sampled, strict=True) for _ in range(count)]
+
+    @property
     def is_decode_only(self) -> bool:
-        """Whether every request brings exactly one token (also true of an empty step)."""
-        return self.total_num_tokens == len(self.requests)
+        """Whether every request brings exactly one token beside its drafts (also true of an empty step)."""
+        return self.total_num_tokens == len(self.requests) + sum(map(len, self.drafts.values()))

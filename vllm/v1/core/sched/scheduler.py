@@ -5,11 +5,13 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter
 from collections.abc import Mapping
+from itertools import islice
 
 from vllm.config import SchedulerConfig
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.spec_decode.drafter import Speculation
 
 
 class Scheduler:
@@ -25,9 +27,10 @@ class Scheduler:
     that step. A request that has run before, here or elsewhere, is more urgent than one that has not.
     """
 
-    def __init__(self, config: SchedulerConfig, kv: KVCacheManager) -> None:
+    def __init__(self, config: SchedulerConfig, kv: KVCacheManager, speculation: Speculation | None = None) -> None:
         self.config = config
         self.kv = kv
+        self.speculation = speculation
         self.waiting: list[Request] = []  # the most urgent first
         self.running: list[Request] = []  # likewise
         self.num_preemptions = 0
@@ -95,11 +98,19 @@ class Scheduler:
 
     def _schedule_running(self, step: SchedulerOutput, budget: int) -> int:
         """Schedule the running requests, preempting some if needed; returns the remaining budget."""
-        step.new_block_ids += self.kv.allocate_decoding(self.running)  # in most steps those of all
+        drafts = step.drafts
+        if self.speculation is not None:
+            # Drafts take no block that a running request may need in this step.
+            spare_blocks = self.kv.pool.num_free_blocks - len(self.running)
+            room = min(budget - len(self.running), spare_blocks * self.kv.block_size)
+            drafts |= self.speculation.propose(self.running, room)
+        step.new_block_ids += self.kv.allocate_decoding(self.running, drafts)  # in most steps those of all
         index = len(step.new_block_ids)
+        for request in self.running[index:] if drafts else ():
+            drafts.pop(request.request_id, None)
         step.requests += self.running[:index]
-        step.num_tokens += [1] * index
-        budget -= index
+        step.num_tokens += [1 + len(drafts.get(one.request_id, ())) for one in step.requests] if drafts else [1] * index
+        budget -= sum(step.num_tokens)
         while index < len(self.running):
             request = self.running[index]
             num_new = len(request.token_ids) - request.num_computed_tokens
@@ -203,26 +214,39 @@ class Scheduler:
         """Count the step as computed and append its samples; returns the finished requests, whose blocks are freed.
 
         token_ids and logprobs (floats, natural log) hold one entry for each request of the step that has no uncomputed
-        token left, in the step's order. A request whose id is in `problems` ends with that error instead.
+        token left, or `num_sampled` of the step, in the step's order. A request whose id is in `problems` ends with
+        that error instead.
         """
         finished: list[Request] = []
-        samples = iter(zip(token_ids, logprobs, strict=True))
+        samples, counts = iter(zip(token_ids, logprobs, strict=True)), iter(step.num_sampled or ())
         for request, num_new in zip(step.requests, step.num_tokens, strict=True):
-            request.num_computed_tokens += num_new
-            is_chunk = request.num_computed_tokens < len(request.token_ids)
             # A chunk of a prompt: its last row's prediction is a token we already have.
-            token, logprob = (0, 0.0) if is_chunk else next(samples)
+            is_chunk = request.num_computed_tokens + num_new < len(request.token_ids)
+            count = 0 if is_chunk else 1 if step.num_sampled is None else next(counts)
+            own = list(islice(samples, count))
+            if request.request_id in step.drafts:
+                self._count_drafts(request, num_new - 1, count - 1)
+                num_new = count
+            request.num_computed_tokens += num_new
             if problems and request.request_id in problems:
                 request.fail(problems[request.request_id])
                 finished.append(request)
-            elif not is_chunk and request.append(token, logprob):
-                finished.append(request)
+                continue
+            for token, logprob in own:
+                if request.append(token, logprob):  # the drafts behind its end are dropped
+                    finished.append(request)
+                    break
         if finished:
             for request in finished:
                 self._finish(request)
             self.running = [r for r in self.running if r.status is RequestStatus.RUNNING]
         self.kv.finish_step()
         return finished
+
+    def _count_drafts(self, request: Request, num_drafts: int, num_right: int) -> None:
+        assert self.speculation is not None
+        for counts in (request.draft_counts, self.speculation.counts):
+            counts[:] = [so_far + more for so_far, more in zip(counts, (1, num_drafts, num_right), strict=True)]
 
     def abort_all(self) -> None:
         """Drop every request and free its blocks; entries of a failed step are unregistered."""

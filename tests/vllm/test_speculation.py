@@ -1,0 +1,238 @@
+"""Speculation changes nothing: tokens, log-probs, reasons and experts are those of a run without it, bit for bit."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from tests.parallel.launcher import run_ranks
+from tests.vllm.tiny import TINY, write_checkpoint
+from vllm import LLM, SamplingParams
+from vllm.entrypoints.openai.cli_args import parse_args
+from vllm.v1.engine.llm_engine import StepLimits
+from vllm.v1.request import Request
+from vllm.v1.sample.extras import SamplingExtras
+from vllm.v1.spec_decode.suffix_automaton import SuffixAutomaton
+
+VOCAB, MAX_LEN = 12, 96
+METHODS = ("ngram", "suffix")
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp(request.param)
+    write_checkpoint(folder, 0, **TINY | {"vocab_size": VOCAB, "torch_dtype": request.param})
+    return str(folder)
+
+
+def make_llm(path: str, drafts: dict[str, Any] | None, **changes: Any) -> LLM:
+    sizes: dict[str, Any] = {"max_num_seqs": 6, "block_size": 4, "num_gpu_blocks_override": 60}
+    return LLM(
+        path,
+        skip_tokenizer_init=True,
+        max_model_len=MAX_LEN,
+        enable_return_routed_experts=True,
+        speculative_config=drafts,
+        rollout_ops="vllm.ops.cpu:default_ops",
+        **sizes | changes,
+    )
+
+
+def some_requests(seed: int, count: int) -> list[Request]:
+    """With everything that a sampled token may depend on."""
+    rng = random.Random(seed)
+    found = []
+    for number in range(count):
+        prompt = [rng.randrange(2, VOCAB) for _ in range(rng.randint(1, 12))] * rng.randint(1, 2)
+        extras = SamplingExtras(
+            presence_penalty=rng.choice([0.0, 0.0, 0.7]),
+            frequency_penalty=rng.choice([0.0, 0.0, 0.3]),
+            repetition_penalty=rng.choice([1.0, 1.2]),
+            bad_words=rng.choice([(), ((3, 4), (5,))]),
+            min_p=rng.choice([0.0, 0.1]),
+        )
+        found.append(
+            Request(
+                str(number),
+                prompt,
+                max_tokens=rng.randint(1, MAX_LEN - len(prompt)),
+                seed=rng.randrange(2**64),
+                temperature=rng.choice([0.0, 0.3, 1.0]),
+                top_k=rng.choice([0, 3]),
+                top_p=rng.choice([1.0, 0.9]),
+                min_tokens=rng.randint(0, 4),
+                stop_ids=frozenset({1} if rng.random() < 0.5 else ()),
+                num_top_logprobs=rng.choice([0, 0, 2]),
+                extras=rng.choice([None, extras]),
+                priority=rng.choice([0, 0, 1]),
+            )
+        )
+    return found
+
+
+def results(requests: list[Request]) -> list[Any]:
+    return [
+        (
+            request.output_token_ids,
+            request.output_logprobs,
+            request.output_top,
+            request.finish_reason,
+            request.policy_versions(),
+            None if request.routed_experts is None else request.routed_experts.tolist(),
+        )
+        for request in requests
+    ]
+
+
+def run(llm: LLM, requests: list[Request], cuts: list[tuple[int, bool]]) -> list[Any]:
+    """The requests come in parts, and all are taken out and put back in between."""
+    llm.engine.core.scheduler.kv.reset_prefix_cache()
+    waiting = list(requests)
+    for steps, keeps_cache in cuts:
+        llm.engine.add_requests(waiting[:4])
+        del waiting[:4]
+        llm.engine.run(StepLimits(steps))
+        taken = llm.engine.withdraw(keeps_cache)
+        llm.engine.add_requests(taken)
+    llm.engine.add_requests(waiting)
+    llm.engine.run(StepLimits())
+    return results(requests)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("way", [{}, {"enforce_eager": None}, {"max_num_batched_tokens": 9}], ids=str)
+def test_any_requests_end_as_without_drafts(path: str, method: str, way: dict[str, Any]) -> None:
+    plain = make_llm(path, None, **way)
+    engines = [make_llm(path, {"method": method, "num_speculative_tokens": k}, **way) for k in (1, 2, 3, 5, 7)]
+
+    @settings(
+        max_examples=6,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(
+        st.integers(0, 10**6),
+        st.lists(st.tuples(st.integers(1, 15), st.booleans()), max_size=3),
+        st.sampled_from(engines),
+    )
+    def check(seed: int, cuts: list[tuple[int, bool]], engine: LLM) -> None:
+        expected = run(plain, some_requests(seed, 10), cuts)
+        assert run(engine, some_requests(seed, 10), cuts) == expected
+
+    check()
+    counts = [
+        sum(column) for column in zip(*(one.engine.core.scheduler.speculation.counts for one in engines), strict=True)
+    ]
+    assert counts[2] > 30 and counts[1] > counts[2]
+    assert any(one.engine.core.scheduler.num_preemptions for one in engines)
+
+
+def of_ranks(path: str, drafts: dict[str, Any] | None, way: dict[str, Any]) -> Any:
+    import torch.distributed as dist
+
+    llm = make_llm(path, drafts, **way)
+    count = 8 if dist.get_rank() == 0 or "tensor_parallel_size" in way else 3
+    seed = 5 if "tensor_parallel_size" in way else 5 + dist.get_rank()
+    requests = some_requests(seed, count)
+    llm.engine.run_requests(requests)
+    return results(requests), llm.engine.core.num_steps
+
+
+WAYS = {
+    "replicas that share experts": {"data_parallel_size": 2, "enable_expert_parallel": True},
+    "replicas that move requests": {"data_parallel_size": 2, "enable_expert_parallel": True, "rebalance_interval": 3},
+    "captured": {"data_parallel_size": 2, "enable_expert_parallel": True, "enforce_eager": None},
+    "tp2": {"tensor_parallel_size": 2},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("path", ["float32"], indirect=True)
+def test_two_ranks_end_as_without_drafts(path: str, way: str) -> None:
+    plain = run_ranks(of_ranks, 2, path, None, WAYS[way])
+    drafted = run_ranks(of_ranks, 2, path, {"method": "suffix", "num_speculative_tokens": 4}, WAYS[way])
+    for rank in range(2):
+        assert drafted[rank][0] == plain[rank][0]
+        assert drafted[rank][1] < plain[rank][1]
+
+
+def test_answers_that_come_again_take_a_step_for_every_draft(path: str) -> None:
+    drafts = {"method": "suffix", "num_speculative_tokens": 7}
+    llm = make_llm(path, drafts, max_num_seqs=2, num_gpu_blocks_override=200)
+    params = SamplingParams(max_tokens=64, seed=3, ignore_eos=True)
+    steps = []
+    for _ in range(2):
+        before = llm.engine.core.num_steps
+        [output] = llm.generate({"prompt_token_ids": [2, 3, 4]}, params, use_tqdm=False)
+        steps.append(llm.engine.core.num_steps - before)
+    assert len(output.outputs[0].token_ids) == 64 and steps[1] <= 64 // 8 + 4
+    held = make_llm(path, drafts | {"disable_by_batch_size": 1}, max_num_seqs=2)
+    held.generate([{"prompt_token_ids": [2, 3, 4]}] * 2, params, use_tqdm=False)
+    assert held.engine.core.scheduler.speculation.counts == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"method": "ngram"}, "num_speculative_tokens is missing"),
+        ({"method": "eagle", "num_speculative_tokens": 2}, "method='eagle' is unknown, expected one of ngram, suffix"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens=0 must be a whole number from 1 on"),
+        ({"method": "ngram", "num_speculative_tokens": 2, "model": "x"}, "speculative_config has no 'model'"),
+        (
+            {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 5},
+            "prompt_lookup_min=5 exceeds prompt_lookup_max=4",
+        ),
+    ],
+)
+@pytest.mark.parametrize("path", ["float32"], indirect=True)
+def test_what_is_wrong_is_named(path: str, given: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        make_llm(path, given)
+
+
+@pytest.mark.parametrize("path", ["float32"], indirect=True)
+def test_the_server_takes_it_as_json(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _, engine, _ = parse_args([path, "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}'])
+    assert engine.speculative_config == {"method": "ngram", "num_speculative_tokens": 3}
+    for text in ("ngram", "3"):
+        with pytest.raises(SystemExit):
+            parse_args([path, "--speculative-config", text])
+        assert "--speculative-config" in capsys.readouterr().err
+
+
+def test_an_automaton_continues_the_longest_end_that_stood_before() -> None:
+    rng = random.Random(0)
+    for _ in range(150):
+        automaton, texts = SuffixAutomaton(), [[] for _ in range(rng.randint(1, 4))]
+        ends, kinds = [0] * len(texts), rng.choice([2, 3, 5])
+        for _ in range(rng.randint(1, 50)):
+            chosen, token = rng.randrange(len(texts)), rng.randrange(kinds)
+            texts[chosen].append(token)
+            ends[chosen] = automaton.append(ends[chosen], token)
+            asked = rng.randrange(len(texts))
+            places = longest_end(texts[asked], texts)
+            found = automaton.continued(ends[asked], 1, 1)
+            assert bool(found) == bool(places)
+            assert not found or found[0] in places
+
+
+def longest_end(text: list[int], texts: list[list[int]]) -> set[int]:
+    """The tokens that follow the longest end of a text that something follows, anywhere."""
+    for length in range(len(text), 0, -1):
+        end = text[-length:]
+        found = {
+            other[start + length]
+            for other in texts
+            for start in range(len(other) - length)
+            if other[start : start + length] == end
+        }
+        if found:
+            return found
+    return set()

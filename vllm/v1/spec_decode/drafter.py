@@ -1,0 +1,106 @@
+"""Drafts: tokens that may come next, which a step verifies. They change speed alone, never a token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from vllm.config import SpeculativeConfig
+from vllm.v1.request import Request
+from vllm.v1.spec_decode.suffix_automaton import SuffixAutomaton
+
+
+class Drafter(Protocol):
+    """Where drafts come from. It sees the requests of one replica alone, so that all of its ranks draft alike."""
+
+    def draft(self, request: Request, count: int) -> list[int]:
+        """At most ``count`` tokens that may follow the request's."""
+        ...
+
+    def keep(self, requests: Sequence[Request]) -> None:
+        """Forget all requests but these, as far as they are one's own."""
+        ...
+
+
+class Speculation:
+    """The drafts of a replica's steps."""
+
+    def __init__(self, config: SpeculativeConfig) -> None:
+        self._most, self._largest_batch = config.num_speculative_tokens, config.disable_by_batch_size
+        self._drafter = _DRAFTERS[config.method](config)
+        self.counts = [0, 0, 0]  # of all requests, as `Request.draft_counts`
+
+    def propose(self, requests: Sequence[Request], room: int) -> dict[str, list[int]]:
+        """At most ``room`` drafts in all, by request, for those that compute one token in this step."""
+        found: dict[str, list[int]] = {}
+        if self._largest_batch is not None and len(requests) > self._largest_batch:
+            return found
+        for request in requests:
+            count = min(self._most, request.max_tokens - request.num_output_tokens - 1, room)
+            if count > 0 and len(request.token_ids) - request.num_computed_tokens == 1:
+                draft = self._drafter.draft(request, count)
+                if draft:
+                    found[request.request_id] = draft
+                    room -= len(draft)
+        self._drafter.keep(requests)
+        return found
+
+
+def make_speculation(config: SpeculativeConfig | None) -> Speculation | None:
+    return None if config is None else Speculation(config)
+
+
+class _Ngrams:
+    """What followed the last tokens of a sequence when they stood in it before."""
+
+    def __init__(self, config: SpeculativeConfig) -> None:
+        self._lengths = range(config.prompt_lookup_max, config.prompt_lookup_min - 1, -1)
+        self._ends: dict[str, dict[tuple[int, ...], int]] = {}  # by request: where the last of each n-gram ends
+        self._num_seen: dict[str, int] = {}
+
+    def draft(self, request: Request, count: int) -> list[int]:
+        tokens, ends = request.token_ids, self._ends.setdefault(request.request_id, {})
+        for end in range(self._num_seen.get(request.request_id, 0), len(tokens)):  # not those at the very end
+            ends.update((tuple(tokens[end - length : end]), end) for length in self._lengths if length <= end)
+        self._num_seen[request.request_id] = len(tokens)
+        for length in self._lengths:
+            found = ends.get(tuple(tokens[-length:]))
+            if found is not None:
+                return tokens[found : found + count]
+        return []
+
+    def keep(self, requests: Sequence[Request]) -> None:
+        if len(requests) < len(self._ends):
+            names = {request.request_id for request in requests}
+            self._ends = {name: ends for name, ends in self._ends.items() if name in names}
+            self._num_seen = {name: count for name, count in self._num_seen.items() if name in names}
+
+
+class _Suffixes:
+    """What followed the longest part at the end of a sequence when it stood in any sequence before: in its own text, in
+    those of its group, and in earlier answers to the same prompt.
+
+    All texts are in one automaton, which is begun anew with those under way when it holds too many tokens.
+    """
+
+    def __init__(self, config: SpeculativeConfig) -> None:
+        self._most_tokens, self._shortest = config.suffix_max_tokens, config.prompt_lookup_min
+        self._automaton = SuffixAutomaton()
+        self._ends: dict[str, tuple[int, int]] = {}  # by request: the state of its text, and its tokens that are in it
+
+    def draft(self, request: Request, count: int) -> list[int]:
+        if self._automaton.num_tokens > self._most_tokens:
+            self._automaton, self._ends = SuffixAutomaton(), {}
+        state, num_seen = self._ends.get(request.request_id, (0, 0))
+        for token in request.token_ids[num_seen:]:
+            state = self._automaton.append(state, token)
+        self._ends[request.request_id] = state, len(request.token_ids)
+        return self._automaton.continued(state, count, self._shortest)
+
+    def keep(self, requests: Sequence[Request]) -> None:
+        if len(requests) < len(self._ends):
+            names = {request.request_id for request in requests}
+            self._ends = {name: end for name, end in self._ends.items() if name in names}
+
+
+_DRAFTERS: dict[str, Callable[[SpeculativeConfig], Drafter]] = {"ngram": _Ngrams, "suffix": _Suffixes}
