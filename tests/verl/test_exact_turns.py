@@ -121,12 +121,12 @@ def prompts(turns: list[int], is_chat: list[bool], first_seed: int) -> DataProto
 class Engines:
     """A rollout engine and, for each version of its weights, an actor, on every rank; what its samples were given."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, drafts: dict[str, Any]) -> None:
         groups = parallel_state.initialize_model_parallel()
         turns = MultiTurnConfig(enable=True)
         sizes = {"prompt_length": 24, "response_length": RESPONSE, "block_size": 4, "max_num_seqs": 6}
         shared = {"multi_turn": turns, "enforce_eager": True, "dtype": "float32", "expert_exchange": "dispatch"}
-        shared |= {"enable_rollout_routing_replay": True}
+        shared |= {"enable_rollout_routing_replay": True, "speculative_config": drafts}
         # 70 blocks are less than six samples of 184 tokens need: some are preempted.
         config = RolloutConfig(num_gpu_blocks_override=70, **sizes, **shared)
         self.rollout = vLLMRollout(
@@ -232,8 +232,8 @@ def check(engines: Engines, ended: list[Trajectory]) -> None:
     assert differences(batch, torch.where(versions == 0, scored[0], scored[1])) == 0.0
 
 
-def any_trajectories(folder: str, num_examples: int) -> dict[str, int]:
-    engines, seen = Engines(folder), {"samples": 0, "turns": 0, "new rows": 0, "versions": 0}
+def any_trajectories(folder: str, num_examples: int, drafts: dict[str, Any]) -> dict[str, int]:
+    engines, seen = Engines(folder, drafts), {"samples": 0, "turns": 0, "new rows": 0, "versions": 0, "right drafts": 0}
 
     @settings(
         max_examples=num_examples,
@@ -251,6 +251,7 @@ def any_trajectories(folder: str, num_examples: int) -> dict[str, int]:
         seen["turns"] += sum(len(sample.spans) for sample in ended)
         seen["new rows"] += sum(len(sample.row_starts) for sample in ended)
         seen["versions"] += sum(len(set(sample.policy_versions())) > 1 for sample in ended)
+        seen["right drafts"] += sum(sample.draft_counts[2] for sample in ended)
 
     run()
     seen["preemptions"] = engines.llm.core.scheduler.num_preemptions
@@ -259,12 +260,16 @@ def any_trajectories(folder: str, num_examples: int) -> dict[str, int]:
     return seen
 
 
+@pytest.mark.parametrize("drafts", [{}, {"method": "suffix", "num_speculative_tokens": 3}], ids=["drawn", "drafted"])
 @pytest.mark.parametrize("num_examples", [3, pytest.param(32, marks=pytest.mark.slow)])
 @pytest.mark.timeout(900)
-def test_any_trajectories_are_trained_on_as_they_were_generated(folder: str, num_examples: int) -> None:
-    found = run_ranks(any_trajectories, 2, folder, num_examples, timeout_s=880)
+def test_any_trajectories_are_trained_on_as_they_were_generated(
+    folder: str, num_examples: int, drafts: dict[str, Any]
+) -> None:
+    found = run_ranks(any_trajectories, 2, folder, num_examples, drafts, timeout_s=880)
     print(json.dumps(found))
     assert all(rank["samples"] == SAMPLES * num_examples for rank in found)
     for rank in found:
         assert rank["turns"] > 2 * rank["samples"] and (rank["preemptions"] > 0 or num_examples < 10)
+        assert (rank["right drafts"] > 0) == bool(drafts)
         assert rank["new rows"] > 3 * num_examples and rank["versions"] > num_examples

@@ -34,6 +34,7 @@ VALUES = {
     f"{ROLLOUT}.kv_cache_layout": "nz",
     f"{ROLLOUT}.expert_exchange": "dispatch",
     f"{ROLLOUT}.cudagraph_capture_sizes": "[4]",
+    f"{ROLLOUT}.speculative_config": "{method:ngram,num_speculative_tokens:2}",
     f"{ROLLOUT}.gpu_memory_utilization": "0.7",
     f"{ROLLOUT}.top_p": "0.7",
     f"{ROLLOUT}.val_kwargs.top_p": "0.7",

@@ -32,7 +32,7 @@ _NO_FUNCTIONS = "multi_turn.tool_config_path or multi_turn.environment has the t
 _EXACT_TOKENS = "a row is what the engine was given and sampled; text is never tokenised again"
 _NO_TEACHER, _NO_SPARSE = "there is no distillation", "there is no sparse attention (DSA)"
 _ADAMW, _SCHEDULE, _TEXTS = "the optimizer is AdamW", "lr_decay_style is the schedule", "prompts are texts"
-_SPECULATION, _PLANNED = "generation proposes no tokens: it samples each", "the order of steps is trainer.schedule's"
+_SPECULATION, _PLANNED = "drafts are those of rollout.speculative_config", "the order of steps is trainer.schedule's"
 _SAVED = "trainer.save_rollouts writes batches, and trainer.train_only trains on them"
 _GRAPHS = ("FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "FULL", "PIECEWISE")
 

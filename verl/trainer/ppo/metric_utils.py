@@ -14,7 +14,7 @@ from verl.trainer.config.config import TokenLimit
 from verl.utils.masks import response_lengths, row_rewards
 from verl.utils.megatron.packed_batch import padded_lengths
 from verl.utils.timeline import Timeline, now_s
-from verl.workers.rollout.rollout_messages import TURNS
+from verl.workers.rollout.rollout_messages import DRAFTS, TURNS
 
 
 class PhaseSeconds(dict[str, float]):
@@ -51,6 +51,8 @@ def compute_data_metrics(batch: DataProto) -> dict[str, float]:
         **_spread("prompt_length", prompt_lengths),
         "response_length/clip_ratio": clipped,
     }
+    if DRAFTS in texts:
+        metrics |= _draft_metrics(texts[DRAFTS])
     if TURNS in texts:
         metrics |= _turn_metrics(texts[TURNS], texts["finish_reason"])
     if "advantages" in tensors:
@@ -59,6 +61,12 @@ def compute_data_metrics(batch: DataProto) -> dict[str, float]:
         metrics |= _spread("critic/advantages", tensors["advantages"][mask])
         metrics |= _spread("critic/returns", tensors["returns"][mask])
     return metrics
+
+
+def _draft_metrics(counts: np.ndarray) -> dict[str, float]:
+    """Tokens of a step that verifies drafts, and the share of right drafts; nothing where there were none."""
+    steps, drafts, right = np.sum([list(one) for one in counts], axis=0).tolist()
+    return {"perf/acceptance_length": 1 + right / steps, "perf/acceptance_rate": right / drafts} if steps else {}
 
 
 def _turn_metrics(turns: np.ndarray, reasons: np.ndarray) -> dict[str, float]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from verl.workers.config.keys import SHARE, TRAINED_DTYPES, Idle, Section, Values, at_least, beside, key, one_of
 from verl.workers.config.multi_turn import MultiTurnConfig
 from verl.workers.config.profiler import NO_PROFILER, ProfilerConfig
+from vllm.engine.arg_utils import read_speculative_config
 
 _QUANTIZATIONS = Values("expected fp8, dequantize, or leave it out", ("fp8", "dequantize").__contains__)
 _GREEDY = Idle("{where}.do_sample is False: the likeliest token is taken", lambda run, own: not own.do_sample)
@@ -97,6 +99,11 @@ class RolloutConfig(Section):
     fix_router: bool = False  #: give every expert the same number of tokens, as ``actor.megatron.fix_router``.
     #: engine steps between two rounds of moving requests between data-parallel replicas; 0 means never.
     rebalance_interval: int = key(0, Values("give a number of steps, or 0 for never", lambda value: value >= 0))
+    #: drafts that a step of the engine verifies, as ``{method: suffix, num_speculative_tokens: 4}``; they change no
+    #: token (docs/rollout_engine.md).
+    speculative_config: dict[str, Any] = key(
+        dict, takes_names=True, names={"0.9.0": "engine_kwargs.vllm.speculative_config"}
+    )
     enable_rollout_routing_replay: bool = False  #: return the experts of every token, for router replay R3.
     #: samples of one forward pass of the old log-probs on a rank.
     log_prob_micro_batch_size_per_gpu: int | None = key(None, _NO_OLD_LOG_PROBS, _BY_TOKENS)
@@ -126,6 +133,7 @@ class RolloutConfig(Section):
         return self.max_model_len or self.prompt_length + self.response_length
 
     def contradictions(self, where: str) -> Iterator[str]:
+        yield from (f"{where}.{problem}" for problem in read_speculative_config(self.speculative_config)[0])
         if self.expert_exchange != "all_gather" and not self.enable_expert_parallel:
             yield f"{where}.expert_exchange is {self.expert_exchange!r}; it needs {where}.enable_expert_parallel=True"
         if self.use_sequence_parallel_moe and self.expert_exchange != "dispatch":

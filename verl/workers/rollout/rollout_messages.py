@@ -11,6 +11,7 @@ from vllm.v1.request import Request
 PROMPT, SAMPLE, VERSIONS = "prompt_number", "sample_number", "policy_versions"  # columns of a row
 # Columns of samples of several turns, beside ``prompt_items.ENVIRONMENT_ROW``.
 ENVIRONMENT_SEED, PROMPT_LENGTH, TURNS = "environment_seed", "prompt_length", "turns"
+DRAFTS = "drafts"  # column with speculation: ``Request.draft_counts``
 
 
 UnfinishedSample: TypeAlias = Request | dict[str, Any]

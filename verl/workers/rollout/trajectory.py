@@ -29,6 +29,7 @@ class Trajectory:
         spans: (begin, end) after the prompt of each turn of the model.
         row_starts: (index after the prompt where a new row begins, tokens of the row before it that it begins with).
         rewards: (index after the prompt of a turn's last token, its reward from the environment).
+        draft_counts: those of its turns, summed up.
         info: numbers that the environment told, summed up.
         seconds: in the engine (``decode``), of the environment's calls, and of waiting for one to begin; since_s: when
             the last of these began.
@@ -49,6 +50,7 @@ class Trajectory:
     spans: list[tuple[int, int]] = field(default_factory=list)
     row_starts: list[tuple[int, int]] = field(default_factory=list)
     rewards: list[tuple[int, float]] = field(default_factory=list)
+    draft_counts: list[int] = field(default_factory=lambda: [0, 0, 0])
     info: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("decode", "environment", "waiting"), 0.0))
     since_s: float = field(default_factory=time.monotonic)
@@ -112,6 +114,7 @@ class Trajectory:
         self.is_sampled += [True] * len(sampled)
         self.output_logprobs += request.output_logprobs
         self.versions += request.policy_versions()
+        self.draft_counts = [sum(pair) for pair in zip(self.draft_counts, request.draft_counts, strict=True)]
         if request.routed_experts is not None:
             begin, num_kept, num_known = 0, 0, sum(map(len, self.choices))
             if self.row_starts:

@@ -19,6 +19,7 @@ from verl.trainer.ppo.schedules.sample_buffer import SampleBuffer, gather_rows
 from verl.trainer.ppo.schedules.staleness import StalenessLedger
 from verl.workers.config import RolloutConfig
 from verl.workers.rollout.rollout_messages import (
+    DRAFTS,
     PROMPT,
     PROMPT_LENGTH,
     SAMPLE,
@@ -34,7 +35,7 @@ from vllm.v1.engine import request_codec
 
 _VERSION = 3
 # Columns of a finished sample that are JSON; the last ones with several turns.
-_DESCRIBED = (PROMPT, SAMPLE, VERSIONS, "finish_reason", TURNS, PROMPT_LENGTH)
+_DESCRIBED = (PROMPT, SAMPLE, VERSIONS, "finish_reason", TURNS, PROMPT_LENGTH, DRAFTS)
 _COLUMN = "column:"  # before the name of a column in the arrays
 
 

@@ -19,7 +19,7 @@ from verl.protocol_storage import as_rows
 from verl.utils.dataset.prompt_items import ENVIRONMENT_ROW
 from verl.workers.config import RolloutConfig
 from verl.workers.rollout.environment_host import EnvironmentHost
-from verl.workers.rollout.rollout_messages import ENVIRONMENT_SEED, PROMPT_LENGTH, TURNS
+from verl.workers.rollout.rollout_messages import DRAFTS, ENVIRONMENT_SEED, PROMPT_LENGTH, TURNS
 from verl.workers.rollout.trajectory import Trajectory
 from verl.workers.rollout.vllm_rollout.turns import TurnSource
 from vllm import LLM, SamplingParams
@@ -206,6 +206,8 @@ class vLLMRollout:
                     tensors["row_starts"][row, start] = 1 + kept
                     num_kept[row] += kept
         columns = {"finish_reason": as_rows([sample.finish_reason for sample in samples])}
+        if self.config.speculative_config:
+            columns[DRAFTS] = as_rows([sample.draft_counts for sample in samples])
         if of_turns:
             columns |= {
                 TURNS: as_rows([sample.record() for sample in of_turns]),
