@@ -33,7 +33,7 @@ from verl.workers.rollout.rollout_messages import (
 from verl.workers.row_store import worker_batch
 from vllm.v1.engine import request_codec
 
-_VERSION = 3
+_VERSION = 4
 # Columns of a finished sample that are JSON; the last ones with several turns.
 _DESCRIBED = (PROMPT, SAMPLE, VERSIONS, "finish_reason", TURNS, PROMPT_LENGTH, DRAFTS)
 _COLUMN = "column:"  # before the name of a column in the arrays
