@@ -9,7 +9,6 @@ from typing import Any
 from verl.workers.config.keys import SHARE, TRAINED_DTYPES, Idle, Section, Values, at_least, beside, key, one_of
 from verl.workers.config.multi_turn import MultiTurnConfig
 from verl.workers.config.profiler import NO_PROFILER, ProfilerConfig
-from vllm.engine.arg_utils import read_speculative_config
 
 _QUANTIZATIONS = Values("expected fp8, dequantize, or leave it out", ("fp8", "dequantize").__contains__)
 _GREEDY = Idle("{where}.do_sample is False: the likeliest token is taken", lambda run, own: not own.do_sample)
@@ -133,7 +132,10 @@ class RolloutConfig(Section):
         return self.max_model_len or self.prompt_length + self.response_length
 
     def contradictions(self, where: str) -> Iterator[str]:
-        yield from (f"{where}.{problem}" for problem in read_speculative_config(self.speculative_config)[0])
+        if self.speculative_config:
+            from vllm.engine.arg_utils import read_speculative_config  # loads torch
+
+            yield from (f"{where}.{problem}" for problem in read_speculative_config(self.speculative_config)[0])
         if self.expert_exchange != "all_gather" and not self.enable_expert_parallel:
             yield f"{where}.expert_exchange is {self.expert_exchange!r}; it needs {where}.enable_expert_parallel=True"
         if self.use_sequence_parallel_moe and self.expert_exchange != "dispatch":
