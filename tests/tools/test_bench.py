@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.workshop.bench import step, train
+from tests.vllm.serving import write_served_checkpoint
+from tools.workshop.bench import speculation, step, train
 from tools.workshop.bench.models import Batch, matmul_flops, parsed, small_config, update_flops
 
 TINY = "--hidden-size 64 --num-layers 2 --num-experts 8 --vocab-size 64 --tokens 96 --length 32 --micro-tokens 64"
@@ -57,3 +58,15 @@ def test_work_of_a_step() -> None:
     # A prompt that two samples share is computed once, and its logits are not computed.
     whole, shared = matmul_flops(hf, [20, 20]), update_flops(hf, [16], 2, 4)
     assert shared < whole and update_flops(hf, [16, 16], 2, 4) == 2 * shared
+
+
+def test_drafts_are_measured_beside_no_drafts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model").mkdir()
+    write_served_checkpoint(tmp_path / "model")
+    lines = [json.dumps({"question": text}) + "\n" for text in ("one two", "two one", "one one")]
+    (tmp_path / "questions.jsonl").write_text("".join(lines))
+    options = ["--sequences", "2", "--new-tokens", "24", "--rounds", "1", "--ways", "ngram:2", "suffix:4"]
+    assert speculation.main([str(tmp_path / "model"), str(tmp_path / "questions.jsonl"), *options]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    assert [row[0] for row in rows] == ["off", "ngram:2", "suffix:4"] * 2
+    assert all(int(row[5]) > 0 for row in rows)

@@ -26,17 +26,22 @@ class Speculation:
     """The drafts of a replica's steps."""
 
     def __init__(self, config: SpeculativeConfig) -> None:
-        self._most, self._largest_batch = config.num_speculative_tokens, config.disable_by_batch_size
-        self._drafter = _DRAFTERS[config.method](config)
+        self._config = config
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew, without any text."""
+        self._drafter = _DRAFTERS[self._config.method](self._config)
         self.counts = [0, 0, 0]  # of all requests, as `Request.draft_counts`
 
     def propose(self, requests: Sequence[Request], room: int) -> dict[str, list[int]]:
         """At most ``room`` drafts in all, by request, for those that compute one token in this step."""
         found: dict[str, list[int]] = {}
-        if self._largest_batch is not None and len(requests) > self._largest_batch:
+        most, largest_batch = self._config.num_speculative_tokens, self._config.disable_by_batch_size
+        if largest_batch is not None and len(requests) > largest_batch:
             return found
         for request in requests:
-            count = min(self._most, request.max_tokens - request.num_output_tokens - 1, room)
+            count = min(most, request.max_tokens - request.num_output_tokens - 1, room)
             if count > 0 and len(request.token_ids) - request.num_computed_tokens == 1:
                 draft = self._drafter.draft(request, count)
                 if draft:
