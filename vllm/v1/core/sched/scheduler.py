@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import islice
 
 from vllm.config import SchedulerConfig
@@ -222,11 +222,13 @@ class Scheduler:
         for request, num_new in zip(step.requests, step.num_tokens, strict=True):
             # A chunk of a prompt: its last row's prediction is a token we already have.
             is_chunk = request.num_computed_tokens + num_new < len(request.token_ids)
-            count = 0 if is_chunk else 1 if step.num_sampled is None else next(counts)
-            own = list(islice(samples, count))
-            if request.request_id in step.drafts:
-                self._count_drafts(request, num_new - 1, count - 1)
-                num_new = count
+            own: Sequence[tuple[int, float]] = ()
+            if not is_chunk:
+                own = (next(samples),) if step.num_sampled is None else list(islice(samples, next(counts)))
+            if step.drafts and request.request_id in step.drafts:
+                num_sampled = len(own)
+                self._count_drafts(request, num_new - 1, num_sampled - 1)
+                num_new = num_sampled
             request.num_computed_tokens += num_new
             if problems and request.request_id in problems:
                 request.fail(problems[request.request_id])
