@@ -13,7 +13,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.non_finite import NonFiniteLogitsError, failed_requests, model_problem, settings_problem
 from vllm.v1.request import Request, TopLogprobs
 from vllm.v1.sample.sampler import SamplerOutput
-from vllm.v1.spec_decode.drafter import make_speculation
+from vllm.v1.spec_decode.drafter import Speculation
 from vllm.v1.worker.cache_memory import zero_blocks
 from vllm.v1.worker.rank_context import RankContext
 from vllm.v1.worker.worker import Worker
@@ -29,7 +29,8 @@ class EngineCore:
         self.device = rank.platform.exchange_device(rank.device)
         self.worker = Worker(rank)
         kv = KVCacheManager(self.worker.cache.num_blocks, config.cache.block_size, config.cache.enable_prefix_caching)
-        self.scheduler = Scheduler(config.scheduler, kv, make_speculation(config.speculative))
+        speculation = None if config.speculative is None else Speculation(config.speculative)
+        self.scheduler = Scheduler(config.scheduler, kv, speculation)
         self.num_steps = 0
         self.expects_requests = False  # some will be queued, such as next turns of finished ones: there is work left
         self.is_idle = False  # the last step had nothing to compute, here and in the replicas that step with this one

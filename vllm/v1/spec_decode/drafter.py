@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from vllm.config import SpeculativeConfig
 from vllm.v1.request import Request
 from vllm.v1.spec_decode.suffix_automaton import SuffixAutomaton
+
+_Text = TypeVar("_Text")
 
 
 class Drafter(Protocol):
@@ -51,23 +53,19 @@ class Speculation:
         return found
 
 
-def make_speculation(config: SpeculativeConfig | None) -> Speculation | None:
-    return None if config is None else Speculation(config)
-
-
 class _Ngrams:
     """What followed the last tokens of a sequence when they stood in it before."""
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self._lengths = range(config.prompt_lookup_max, config.prompt_lookup_min - 1, -1)
-        self._ends: dict[str, dict[tuple[int, ...], int]] = {}  # by request: where the last of each n-gram ends
-        self._num_seen: dict[str, int] = {}
+        # Of each request where the last of each n-gram ends, and the tokens that were looked at.
+        self._texts: dict[Request, tuple[dict[tuple[int, ...], int], int]] = {}
 
     def draft(self, request: Request, count: int) -> list[int]:
-        tokens, ends = request.token_ids, self._ends.setdefault(request.request_id, {})
-        for end in range(self._num_seen.get(request.request_id, 0), len(tokens)):  # not those at the very end
+        tokens, (ends, num_seen) = request.token_ids, self._texts.get(request, ({}, 0))
+        for end in range(num_seen, len(tokens)):  # not those at the very end
             ends.update((tuple(tokens[end - length : end]), end) for length in self._lengths if length <= end)
-        self._num_seen[request.request_id] = len(tokens)
+        self._texts[request] = ends, len(tokens)
         for length in self._lengths:
             found = ends.get(tuple(tokens[-length:]))
             if found is not None:
@@ -75,10 +73,7 @@ class _Ngrams:
         return []
 
     def keep(self, requests: Sequence[Request]) -> None:
-        if len(requests) < len(self._ends):
-            names = {request.request_id for request in requests}
-            self._ends = {name: ends for name, ends in self._ends.items() if name in names}
-            self._num_seen = {name: count for name, count in self._num_seen.items() if name in names}
+        self._texts = _of_running(self._texts, requests)
 
 
 class _Suffixes:
@@ -91,21 +86,24 @@ class _Suffixes:
     def __init__(self, config: SpeculativeConfig) -> None:
         self._most_tokens, self._shortest = config.suffix_max_tokens, config.prompt_lookup_min
         self._automaton = SuffixAutomaton()
-        self._ends: dict[str, tuple[int, int]] = {}  # by request: the state of its text, and its tokens that are in it
+        self._texts: dict[Request, tuple[int, int]] = {}  # the state of a request's text, and its tokens that are in it
 
     def draft(self, request: Request, count: int) -> list[int]:
         if self._automaton.num_tokens > self._most_tokens:
-            self._automaton, self._ends = SuffixAutomaton(), {}
-        state, num_seen = self._ends.get(request.request_id, (0, 0))
+            self._automaton, self._texts = SuffixAutomaton(), {}
+        state, num_seen = self._texts.get(request, (0, 0))
         for token in request.token_ids[num_seen:]:
             state = self._automaton.append(state, token)
-        self._ends[request.request_id] = state, len(request.token_ids)
+        self._texts[request] = state, len(request.token_ids)
         return self._automaton.continued(state, count, self._shortest)
 
     def keep(self, requests: Sequence[Request]) -> None:
-        if len(requests) < len(self._ends):
-            names = {request.request_id for request in requests}
-            self._ends = {name: end for name, end in self._ends.items() if name in names}
+        self._texts = _of_running(self._texts, requests)
+
+
+def _of_running(texts: dict[Request, _Text], requests: Sequence[Request]) -> dict[Request, _Text]:
+    """Those of the requests alone, once there are more; a request is itself its key, since an id may come again."""
+    return texts if len(texts) <= len(requests) else {one: texts[one] for one in requests if one in texts}
 
 
 _DRAFTERS: dict[str, Callable[[SpeculativeConfig], Drafter]] = {"ngram": _Ngrams, "suffix": _Suffixes}

@@ -21,9 +21,11 @@ def accepted(step: SchedulerOutput, output: SamplerOutput) -> tuple[SamplerOutpu
     for request in step.sampled:
         draft = step.drafts.get(request.request_id, [])
         count = 1
-        while count <= len(draft) and draft[count - 1] == tokens[first + count - 1]:
+        for token in draft:
+            at = first + count
+            if token != tokens[at - 1] or not math.isfinite(output.logprobs[at]):
+                break
             count += 1
-        count = next((n for n in range(1, count) if not math.isfinite(output.logprobs[first + n])), count)
         kept += range(first, first + count)
         counts.append(count)
         first += 1 + len(draft)
