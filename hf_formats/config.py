@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from hf_formats.config_checks import DECODER_SIZES, config_problems, dtype_name
 from hf_formats.families import model_family
@@ -99,11 +99,16 @@ class HFModelConfig:
         return self.n_routed_experts > 0 and layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
 
     @property
+    def has_moe_mtp(self) -> bool:
+        """Whether multi-token-prediction modules have experts: their layer is of the kind of the last one."""
+        return self.is_moe_layer(self.num_hidden_layers - 1)
+
+    @property
     def num_moe_layers(self) -> int:
         """Number of decoder layers that have experts."""
         return sum(map(self.is_moe_layer, range(self.num_hidden_layers)))
 
-    def with_mtp(self, mtp_num_layers: int) -> HFModelConfig:
+    def with_mtp(self, mtp_num_layers: int) -> Self:
         """This model with its first multi-token-prediction modules; ValueError when the checkpoint has fewer."""
         if not 0 <= mtp_num_layers <= self.num_nextn_predict_layers:
             raise ValueError(

@@ -37,6 +37,15 @@ def layer_tensors(hf: HFModelConfig, is_moe: bool, experts: Iterable[int] = ()) 
         yield from mlp_tensors("mlp.shared_experts", hidden, hf.shared_expert_intermediate_size)
 
 
+def mtp_own_tensors(hf: HFModelConfig) -> Iterator[LayerTensor]:
+    """The tensors of a multi-token-prediction module beside those of its layer, without its copies of the model's."""
+    hidden = hf.hidden_size
+    yield LayerTensor("enorm.weight", (hidden,))
+    yield LayerTensor("hnorm.weight", (hidden,))
+    yield LayerTensor("eh_proj.weight", (hidden, 2 * hidden))
+    yield LayerTensor("shared_head.norm.weight", (hidden,))
+
+
 def mlp_tensors(prefix: str, hidden: int, width: int) -> Iterator[LayerTensor]:
     """The three matrices of a SwiGLU block."""
     yield LayerTensor(f"{prefix}.gate_proj.weight", (width, hidden), 0)

@@ -53,6 +53,7 @@ def views_of(hf: HFConfig, config: ParallelConfig, quantization: str | None) -> 
 def test_every_rank_of_every_layout(name: str, quantization: str | None, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODEL_CONFIGS[name]))
     hf = load_config(str(tmp_path))
+    hf = hf.with_mtp(hf.num_nextn_predict_layers)
     for tp, dp, world_size, is_expert_parallel in LAYOUTS:
         ways = product(range(world_size), {False, is_expert_parallel and tp > 1})
         for rank, shares_tokens in ways:

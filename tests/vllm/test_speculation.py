@@ -19,18 +19,19 @@ from vllm.v1.sample.extras import SamplingExtras
 from vllm.v1.spec_decode.suffix_automaton import SuffixAutomaton
 
 VOCAB, MAX_LEN = 12, 96
-METHODS = ("ngram", "suffix")
+CHANGES = {"vocab_size": VOCAB, "num_nextn_predict_layers": 1}
+METHODS = ("mtp", "ngram", "suffix")
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp(request.param)
-    write_checkpoint(folder, 0, **TINY | {"vocab_size": VOCAB, "torch_dtype": request.param})
+    write_checkpoint(folder, 0, **TINY | CHANGES | {"torch_dtype": request.param})
     return str(folder)
 
 
 def make_llm(path: str, drafts: dict[str, Any] | None, **changes: Any) -> LLM:
-    sizes: dict[str, Any] = {"max_num_seqs": 6, "block_size": 4, "num_gpu_blocks_override": 60}
+    sizes: dict[str, Any] = {"max_num_seqs": 6, "block_size": 4, "num_gpu_blocks_override": 40}
     return LLM(
         path,
         skip_tokenizer_init=True,
@@ -157,10 +158,11 @@ WAYS = {
 @pytest.mark.parametrize("path", ["float32"], indirect=True)
 def test_two_ranks_end_as_without_drafts(path: str, way: str) -> None:
     plain = run_ranks(of_ranks, 2, path, None, WAYS[way])
-    drafted = run_ranks(of_ranks, 2, path, {"method": "suffix", "num_speculative_tokens": 4}, WAYS[way])
-    for rank in range(2):
-        assert drafted[rank][0] == plain[rank][0]
-        assert drafted[rank][1] < plain[rank][1]
+    for method in ("mtp", "suffix"):
+        drafted = run_ranks(of_ranks, 2, path, {"method": method, "num_speculative_tokens": 3}, WAYS[way])
+        for rank in range(2):
+            assert drafted[rank][0] == plain[rank][0]
+            assert drafted[rank][1] < plain[rank][1]
 
 
 def test_answers_that_come_again_take_a_step_for_every_draft(path: str) -> None:
@@ -182,7 +184,7 @@ def test_answers_that_come_again_take_a_step_for_every_draft(path: str) -> None:
     ("given", "problem"),
     [
         ({"method": "ngram"}, "num_speculative_tokens is missing"),
-        ({"method": "eagle", "num_speculative_tokens": 2}, "method='eagle' is unknown, expected one of ngram, suffix"),
+        ({"method": "eagle", "num_speculative_tokens": 2}, "method='eagle' is unknown, expected one of mtp, ngram, suffix"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens=0 must be a whole number from 1 on"),
         ({"method": "ngram", "num_speculative_tokens": 2, "model": "x"}, "speculative_config has no 'model'"),
         (

@@ -57,13 +57,17 @@ TINY: dict[str, Any] = {
 
 
 def hf_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the checkpoint."""
+    """Every tensor of the checkpoint, without the copies that prediction layers have of embedding and head."""
     h, heads = config["hidden_size"], config["num_attention_heads"]
     qk = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
     lora, rope, value = config["kv_lora_rank"], config["qk_rope_head_dim"], config["v_head_dim"]
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], h)}
-    for layer in range(config["num_hidden_layers"]):
+    num_layers = config["num_hidden_layers"]
+    for layer in range(num_layers + config.get("num_nextn_predict_layers", 0)):
         prefix = f"model.layers.{layer}"
+        if layer >= num_layers:
+            shapes |= {f"{prefix}.{name}.weight": (h,) for name in ("enorm", "hnorm", "shared_head.norm")}
+            shapes[f"{prefix}.eh_proj.weight"] = (h, 2 * h)
         attention, q_rank = f"{prefix}.self_attn", config["q_lora_rank"]
         if q_rank is None:
             shapes[f"{attention}.q_proj.weight"] = (heads * qk, h)

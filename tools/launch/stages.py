@@ -86,10 +86,16 @@ def _bf16_stage(job: Job, published: Path) -> Stage:
         return Stage(name, title, skip_reason=f"{bf16} is not quantised")
     if job.needs_weights or job.settings.model_path is None:
         paths = ["--input-fp8-hf-path", published, "--output-bf16-hf-path", bf16, "--resume"]
-        return module_stage(name, title, "mindspeed_llm.fp8_cast_bf16", *paths)
+        return module_stage(name, title, "mindspeed_llm.fp8_cast_bf16", *paths, *_mtp_flags(job))
     title = "Config and tokenizer without quantisation; no weights are read"
     paths = ["--input-hf-path", published, "--output-hf-path", bf16]
-    return module_stage(name, title, "mindspeed_llm.plain_config", *paths)
+    return module_stage(name, title, "mindspeed_llm.plain_config", *paths, *_mtp_flags(job))
+
+
+def _mtp_flags(job: Job) -> list[object]:
+    """The converters' flag for the prediction layers that the run has."""
+    count = job.config.actor_rollout_ref.actor.megatron.override_transformer_config.get("mtp_num_layers")
+    return ["--num-nextn-predict-layers", count] if count else []
 
 
 def _sharding_stage(job: Job) -> Stage:
@@ -103,7 +109,7 @@ def _sharding_stage(job: Job) -> Stage:
         skip_reason = f"DIST_CKPT_PATH {settings.dist_ckpt_path} has shards, used as they are"
     if skip_reason is not None:
         return Stage("sharding", "Sharding", skip_reason=skip_reason)
-    paths = ["--load-dir", job.model_dir, "--save-dir", settings.dist_ckpt_dir, "--resume"]
+    paths = ["--load-dir", job.model_dir, "--save-dir", settings.dist_ckpt_dir, *_mtp_flags(job), "--resume"]
     if settings.recipe.shards == "torch_dist":
         return module_stage("sharding", "Sharding", "mindspeed_llm.convert_ckpt_torch_dist", *paths)
     flags = ["--moe-grouped-gemm", "--target-tensor-parallel-size", engine.tensor_model_parallel_size]

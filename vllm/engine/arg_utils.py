@@ -116,6 +116,13 @@ class EngineArgs:
         found, speculative = read_speculative_config(self.speculative_config)
         problems += found
         num_rows = self.max_num_seqs  # of a decode step, where each draft has one
+        if speculative is not None and speculative.method == "mtp":
+            if hf.num_nextn_predict_layers:
+                hf = hf.with_mtp(1)
+            else:
+                problems.append(
+                    "speculative_config.method='mtp': config.json has num_nextn_predict_layers 0, no prediction layer"
+                )
         if speculative is not None:
             num_rows = min(self.max_num_seqs * (1 + speculative.num_speculative_tokens), batched_tokens)
         sizes = set(self.cudagraph_capture_sizes or ())

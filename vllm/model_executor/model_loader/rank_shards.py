@@ -13,7 +13,7 @@ from typing import TypeAlias
 import torch
 
 from hf_formats.fp8 import FP8_DTYPE, SCALE_SUFFIX, is_quantized, num_blocks, touched
-from hf_formats.layer_tensors import LayerTensor, Split, layer_tensors, mlp_tensors
+from hf_formats.layer_tensors import LayerTensor, Split, layer_tensors, mlp_tensors, mtp_own_tensors
 from hf_formats.ranges import Ranges
 from vllm.config import ParallelConfig, VllmConfig
 from vllm.model_executor.model_loader.weight_view import WeightView
@@ -77,7 +77,7 @@ def _expert_shards(
     hf: HFConfig, parallel: ParallelConfig, dtype: torch.dtype, is_fp8: bool
 ) -> Iterator[tuple[str, WeightView]]:
     """Whole experts with expert parallelism, otherwise the same part of the width of each expert."""
-    if not hf.num_moe_layers:
+    if not _expert_layers(hf):
         return
     ep, tp = parallel.expert_parallel_size, parallel.tensor_parallel_size
     ways = 1 if parallel.enable_expert_parallel else tp
@@ -101,7 +101,15 @@ def _expert_names(hf: HFConfig, suffixes: tuple[str, ...]) -> list[list[str]]:
             for expert in range(hf.n_routed_experts)
             for suffix in suffixes
         ]
-        for layer in filter(hf.is_moe_layer, range(hf.num_hidden_layers))
+        for layer in _expert_layers(hf)
+    ]
+
+
+def _expert_layers(hf: HFConfig) -> list[int]:
+    num_layers = hf.num_hidden_layers
+    return [
+        *filter(hf.is_moe_layer, range(num_layers)),
+        *range(num_layers, num_layers + hf.mtp_num_layers * hf.has_moe_mtp),
     ]
 
 
@@ -109,6 +117,9 @@ def _dense_tensors(hf: HFConfig) -> Iterator[LayerTensor]:
     yield LayerTensor("model.embed_tokens.weight", (hf.vocab_size, hf.hidden_size), 0)
     for layer in range(hf.num_hidden_layers):
         for tensor in layer_tensors(hf, hf.is_moe_layer(layer)):
+            yield tensor._replace(name=f"model.layers.{layer}.{tensor.name}")
+    for layer in range(hf.num_hidden_layers, hf.num_hidden_layers + hf.mtp_num_layers):
+        for tensor in (*mtp_own_tensors(hf), *layer_tensors(hf, hf.has_moe_mtp)):
             yield tensor._replace(name=f"model.layers.{layer}.{tensor.name}")
     yield LayerTensor("model.norm.weight", (hf.hidden_size,))
     if not hf.tie_word_embeddings:

@@ -54,10 +54,12 @@ class EngineCore:
         its experts.
         """
         step = self.scheduler.schedule()
-        exchange = self.parallel.exchange_step(step.total_num_tokens, self.has_work, step.is_decode_only, self.device)
+        drafting = (step.num_draft_passes, len(step.sampled)) if step.num_draft_passes else ()
+        facts = step.total_num_tokens, self.has_work, step.is_decode_only
+        exchange = self.parallel.exchange_step(*facts, self.device, *drafting)
         self.is_idle = not any(exchange.token_counts)
         if self.is_idle:
-            self.worker.runner.batch.update(step)  # the rows of requests that have left are free
+            self.worker.batch.update(step)  # the rows of requests that have left are free
             return [], exchange.is_anyone_busy
         with record_function("decode" if step.is_decode_only else "prefill"):
             output = self.worker.execute(step, exchange)
@@ -67,6 +69,8 @@ class EngineCore:
         if output.top is not None:
             self._record_top(step, output.top, problems)
         finished = self.scheduler.update_from_output(step, token_ids, output.logprobs, problems)
+        if output.drafts and self.scheduler.speculation is not None:
+            self.scheduler.speculation.note_predictions(step.requests, output.drafts)
         if self.worker.keeps_routed_experts:
             for request in finished:  # their blocks are free, but hold what they held until the next step
                 request.routed_experts = self.worker.routed_experts(request)
@@ -117,6 +121,7 @@ class EngineCore:
         if self.scheduler.has_unfinished:
             raise RuntimeError(f"{action} while requests are running: finish generate first")
         self.scheduler.kv.reset_prefix_cache()
+        self.worker.batch.has_gaps = False
         self._forget_problem()
         return self.worker
 

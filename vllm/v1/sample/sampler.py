@@ -29,6 +29,7 @@ class SamplerOutput:
     # Per row: rank of the sampled token, most likely ids, their log-probs.
     top: list[TopLogprobs] | None
     unscored: list[Request] = field(default_factory=list)  # logits of their prompts are NaN or infinite
+    drafts: dict[str, list[int]] = field(default_factory=dict)  # the prediction layer's, by request
 
     @property
     def is_whole(self) -> bool:

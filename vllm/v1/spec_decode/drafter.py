@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from vllm.config import SpeculativeConfig
@@ -35,6 +35,20 @@ class Speculation:
         """Begin anew, without any text."""
         self._drafter = _DRAFTERS[self._config.method](self._config)
         self.counts = [0, 0, 0]  # of all requests, as `Request.draft_counts`
+
+    def num_passes(self, num_requests: int) -> int:
+        """Passes of the prediction layer behind a step of so many sequences."""
+        largest_batch = self._config.disable_by_batch_size
+        if self._config.method != "mtp" or (largest_batch is not None and num_requests > largest_batch):
+            return 0
+        return self._config.num_speculative_tokens
+
+    def note_predictions(self, requests: Sequence[Request], drafts: Mapping[str, list[int]]) -> None:
+        """The prediction layer has made these drafts, by request, behind the step of these requests."""
+        assert isinstance(self._drafter, _Predictions)
+        for request in requests:
+            if request.request_id in drafts:
+                self._drafter.note(request, drafts[request.request_id])
 
     def propose(self, requests: Sequence[Request], room: int) -> dict[str, list[int]]:
         """At most ``room`` drafts in all, by request, for those that compute one token in this step."""
@@ -106,4 +120,25 @@ def _of_running(texts: dict[Request, _Text], requests: Sequence[Request]) -> dic
     return texts if len(texts) <= len(requests) else {one: texts[one] for one in requests if one in texts}
 
 
-_DRAFTERS: dict[str, Callable[[SpeculativeConfig], Drafter]] = {"ngram": _Ngrams, "suffix": _Suffixes}
+class _Predictions:
+    """What the prediction layer has drafted behind the last step."""
+
+    def __init__(self, config: SpeculativeConfig) -> None:
+        self._drafts: dict[Request, tuple[int, list[int]]] = {}  # with the tokens that the request had then
+
+    def note(self, request: Request, draft: list[int]) -> None:
+        self._drafts[request] = len(request.token_ids), draft
+
+    def draft(self, request: Request, count: int) -> list[int]:
+        num_tokens, draft = self._drafts.get(request, (0, []))
+        return draft[:count] if num_tokens == len(request.token_ids) else []
+
+    def keep(self, requests: Sequence[Request]) -> None:
+        self._drafts = _of_running(self._drafts, requests)
+
+
+_DRAFTERS: dict[str, Callable[[SpeculativeConfig], Drafter]] = {
+    "mtp": _Predictions,
+    "ngram": _Ngrams,
+    "suffix": _Suffixes,
+}

@@ -22,8 +22,9 @@ class CacheMemory:
     """The caches of all layers, in one of two states: allocated or freed.
 
     Attributes:
-        caches: one of each layer and, where choices of experts are kept, one more for those. While freed, there are
-            none; with `keeps_address` the same tensors without memory, which updates of captured graphs refer to.
+        caches: one of each layer, the prediction layer's behind them, and one more for choices of experts where those
+            are kept. While freed, there are none; with `keeps_address` the same tensors without memory, which updates
+            of captured graphs refer to.
         num_blocks: the scheduler's, which must exist whatever is free after a sleep: they are counted once.
     """
 
@@ -70,7 +71,7 @@ class CacheMemory:
         num_blocks = self.num_blocks + num_scratch_blocks(self._config)
         caches = [
             self._model.new_kv_cache(num_blocks, cache.block_size, self._dtype, self._device, cache.kv_cache_layout)
-            for _ in range(hf.num_hidden_layers)
+            for _ in range(self._model.num_caches)
         ]
         if cache.enable_return_routed_experts:
             caches.append(new_choices_cache(hf, num_blocks, cache.block_size, self._device))
@@ -82,7 +83,7 @@ class CacheMemory:
             return cache.num_gpu_blocks_override
         hf, scheduler = model.hf, self._config.scheduler
         values = hf.kv_values_per_token(self._config.parallel.tensor_parallel_size)
-        token_bytes = values * self._dtype.itemsize * hf.num_hidden_layers
+        token_bytes = values * self._dtype.itemsize * self._model.num_caches
         if cache.enable_return_routed_experts:
             token_bytes += bytes_per_token(hf)
         budget_bytes = self._platform.kv_cache_budget_bytes(self._device, cache.gpu_memory_utilization)

@@ -6,6 +6,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -13,7 +14,6 @@ from torch import Tensor
 
 from vllm.config import VllmConfig
 from vllm.forward_context import ForwardContext
-from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.ops.contract import DecodeMetadata, KVCache
 from vllm.platforms import CapturedGraph, GraphPool
 from vllm.utils import HAS_NO_STREAM, pinned_empty
@@ -21,6 +21,9 @@ from vllm.v1.worker.input_batch import StepInputs
 from vllm.v1.worker.rank_context import RankContext
 
 logger = logging.getLogger(__name__)
+
+Forward: TypeAlias = Callable[[Tensor, list[KVCache], ForwardContext], Tensor]
+"""(ids int64 [S], caches, context) -> hidden states [S, H]."""
 
 
 def num_scratch_blocks(config: VllmConfig) -> int:
@@ -74,15 +77,23 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self, rank: RankContext, model: CausalLM, num_blocks: int, freed_by_sleep: Callable[[], list[Tensor]]
+        self,
+        rank: RankContext,
+        forward: Forward,
+        num_blocks: int,
+        freed_by_sleep: Callable[[], list[Tensor]],
+        compute_logits: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """freed_by_sleep: returns what graphs read besides memory of their own, always in the same order."""
+        """Prepare to capture ``forward`` and, where it is given and they are few, ``compute_logits`` of its result.
+
+        freed_by_sleep: returns what graphs read besides memory of their own, always in the same order.
+        """
         config, device = rank.config, rank.device
         self.sizes = config.compilation.cudagraph_capture_sizes
-        self._model, self._platform = model, rank.platform
+        self._forward, self._compute_logits, self._platform = forward, compute_logits, rank.platform
         self._num_replicas = config.parallel.data_parallel_size if config.parallel.steps_in_lockstep else 1
         self._logits_rows = 0  # rows of the largest graph that computes logits
-        if config.parallel.tensor_parallel_size == 1:
+        if compute_logits is not None and config.parallel.tensor_parallel_size == 1:
             self._logits_rows = rank.platform.captured_logits_bytes // (4 * config.model.hf.vocab_size)
         self._block_size = config.cache.block_size
         self._num_blocks = num_blocks
@@ -179,8 +190,10 @@ class DecodeGraphs:
 
         def forward() -> Tensor:
             decode.scratch.clear()
-            hidden_SH: Tensor = self._model(self._ids_S.buffer[:size], caches, context)
-            return self._model.compute_logits(hidden_SH) if self.makes_logits(size) else hidden_SH
+            hidden_SH = self._forward(self._ids_S.buffer[:size], caches, context)
+            if self._compute_logits is None or not self.makes_logits(size):
+                return hidden_SH
+            return self._compute_logits(hidden_SH)
 
         if self._pool is None:
             self._pool = self._platform.graph_pool()

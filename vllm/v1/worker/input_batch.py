@@ -13,6 +13,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 from vllm.v1.sample.logit_edits import RowEdits
 
+NOWHERE = 2**62
+
 
 class InputBatch:
     """One row per running request, from admission until it finishes or is preempted."""
@@ -26,6 +28,9 @@ class InputBatch:
         self.num_prompt = np.zeros(max_num_seqs, dtype=np.int64)
         self.block_table = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
+        # The first position from which the prediction layer's cache has all entries, a block's first one; or NOWHERE.
+        self.predicted_from = np.zeros(max_num_seqs, dtype=np.int64)
+        self.has_gaps = False  # blocks that later requests may share lack such entries
         self.temperature = np.zeros(max_num_seqs, dtype=np.float32)
         self.top_k = np.zeros(max_num_seqs, dtype=np.int64)  # 0 = no limit
         self.top_p = np.ones(max_num_seqs, dtype=np.float32)
@@ -98,6 +103,7 @@ class InputBatch:
         self.num_computed[row] = request.num_computed_tokens
         self.num_prompt[row] = request.num_prompt_tokens
         self.num_blocks[row] = 0
+        self.predicted_from[row] = NOWHERE if request.num_computed_tokens and self.has_gaps else 0
         self._append_blocks(row, request.block_ids)
         self.temperature[row] = request.temperature
         self.top_k[row] = max(request.top_k, 0)
@@ -110,6 +116,15 @@ class InputBatch:
             self.edits[row] = RowEdits(request)
         if request.needs_prompt_logprobs:
             self.prompts_to_score[row] = request
+
+    def tables(self, inputs: StepInputs, sequences: slice, width: int | None = None) -> np.ndarray:
+        """int32 [B, W], the first `width` blocks (all of them without) that these sequences of a step attend to."""
+        rows, first_blocks_B = inputs.rows_B[sequences], inputs.first_blocks_B
+        if first_blocks_B is None:
+            return self.block_table[rows, :width]
+        last = self.block_table.shape[1] - 1
+        columns = first_blocks_B[sequences, None] + np.arange(last + 1 if width is None else width)
+        return self.block_table[rows[:, None], np.minimum(columns, last)]
 
     def _append_blocks(self, row: int, blocks: list[int]) -> None:
         start = self.num_blocks[row]
@@ -138,6 +153,8 @@ class StepInputs:
     sampled_T: np.ndarray | None  # int64, tokens to sample after, in the step's order; None = all T, in order
     sampled_rows: np.ndarray  # int64, batch rows they belong to
     sampled_lens: np.ndarray  # int64, tokens of their sequences up to them
+    # int64, blocks at the beginning of each sequence that it does not attend to: `seq_lens_B` are without them.
+    first_blocks_B: np.ndarray | None = None
 
 
 def prepare_step(
@@ -163,7 +180,7 @@ def prepare_step(
         return StepInputs(
             token_ids_T=batch.token_ids[rows, computed],
             positions_T=computed,
-            slots_T=_slots(batch, rows, computed),
+            slots_T=slots(batch, rows, computed),
             rows_B=rows,
             query_lens_B=num_new,
             seq_lens_B=seq_lens,
@@ -181,7 +198,7 @@ def prepare_step(
     return StepInputs(
         token_ids_T=batch.token_ids[token_rows, positions],
         positions_T=positions,
-        slots_T=_slots(batch, token_rows, positions),
+        slots_T=slots(batch, token_rows, positions),
         rows_B=rows[order],
         query_lens_B=ordered_new,
         seq_lens_B=seq_lens[order],
@@ -192,7 +209,7 @@ def prepare_step(
     )
 
 
-def _slots(batch: InputBatch, rows_T: np.ndarray, positions_T: np.ndarray) -> np.ndarray:
+def slots(batch: InputBatch, rows_T: np.ndarray, positions_T: np.ndarray) -> np.ndarray:
     """Return the slot of each token in the KV cache, int64 [T]."""
     blocks_T, offsets_T = np.divmod(positions_T, batch.block_size)
     slots_T: np.ndarray = batch.block_table[rows_T, blocks_T].astype(np.int64) * batch.block_size + offsets_T

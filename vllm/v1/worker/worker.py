@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import numpy as np
 import torch
@@ -12,8 +12,10 @@ from vllm.model_executor.layers.fused_moe import read_choices
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 from vllm.v1.sample.sampler import SamplerOutput
+from vllm.v1.spec_decode.mtp_proposer import MtpProposer
 from vllm.v1.worker.cache_memory import CacheMemory, copy_blocks
-from vllm.v1.worker.decode_graphs import DecodeGraphs
+from vllm.v1.worker.decode_graphs import DecodeGraphs, Forward
+from vllm.v1.worker.input_batch import InputBatch
 from vllm.v1.worker.model_runner import ModelRunner
 from vllm.v1.worker.rank_context import RankContext
 from vllm.v1.worker.weight_memory import WeightMemory
@@ -23,6 +25,7 @@ class Worker:
     """Composes what one rank has on its device, and executes steps."""
 
     def __init__(self, rank: RankContext) -> None:
+        self._rank = rank
         self.config, self.parallel, self.platform, self.device = rank.config, rank.parallel, rank.platform, rank.device
         self.weights = WeightMemory(rank)
         self.model = self.weights.model
@@ -32,8 +35,23 @@ class Worker:
         self.cache = CacheMemory(rank, self.model)
         self.graphs: DecodeGraphs | None = None
         if not rank.config.compilation.enforce_eager:
-            self.graphs = DecodeGraphs(rank, self.model, self.cache.num_blocks, self._freed_by_sleep)
-        self.runner = ModelRunner(rank, self.model, self.graphs)
+            self.graphs = self._new_graphs(self.model, self.model.compute_logits if self.model.mtp is None else None)
+        config = rank.config
+        self.batch = InputBatch(config.scheduler.max_num_seqs, config.model.max_model_len, config.cache.block_size)
+        self.proposer: MtpProposer | None = None
+        if self.model.mtp is not None:
+            self.proposer = MtpProposer(rank, self.model, self.batch, self._new_graphs)
+        self.runner = ModelRunner(rank, self.model, self.batch, self.graphs, self.proposer)
+
+    def _new_graphs(
+        self, forward: Forward, compute_logits: Callable[[torch.Tensor], torch.Tensor] | None = None
+    ) -> DecodeGraphs:
+        return DecodeGraphs(self._rank, forward, self.cache.num_blocks, self._freed_by_sleep, compute_logits)
+
+    @property
+    def _all_graphs(self) -> list[DecodeGraphs]:
+        found = (self.graphs, None if self.proposer is None else self.proposer.graphs)
+        return [graphs for graphs in found if graphs is not None]
 
     def _freed_by_sleep(self) -> list[torch.Tensor]:
         return self.weights.tensors + self.cache.tensors
@@ -49,7 +67,7 @@ class Worker:
 
     def routed_experts(self, request: Request) -> np.ndarray:
         """[tokens computed, MoE layers, K] of a request that the last step finished."""
-        batch = self.runner.batch
+        batch = self.batch
         row = batch.row_of[request.request_id]
         # An end within accepted drafts leaves some behind it, and a last token was no input.
         num_tokens = min(int(batch.num_computed[row]), len(request.token_ids) - (request.finish_reason != "error"))
@@ -58,8 +76,8 @@ class Worker:
 
     def sleep(self, level: int, tags: Collection[str]) -> None:
         """Free what `tags` name; level 1 keeps a copy of the weights on the host, level 2 does not."""
-        if self.graphs is not None:
-            self.graphs.sleep()
+        for graphs in self._all_graphs:
+            graphs.sleep()
         if "weights" in tags:
             self.weights.free(keeps_copy=level == 1)
         if "kv_cache" in tags:
@@ -67,8 +85,8 @@ class Worker:
 
     def shutdown(self) -> None:
         """Free everything; nothing can be called afterwards."""
-        if self.graphs is not None:
-            self.graphs.drop()
+        for graphs in self._all_graphs:
+            graphs.drop()
         self.cache.caches = []
         self.sleep(2, ("weights", "kv_cache"))
 

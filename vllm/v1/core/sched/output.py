@@ -21,6 +21,7 @@ class SchedulerOutput:
     total_num_tokens: int
     drafts: dict[str, list[int]] = field(default_factory=dict)
     """By request: tokens that may come next. A step verifies them: request i's num_tokens[i] contain them."""
+    num_draft_passes: int = 0  # of the prediction layer, for drafts of the next step
     num_sampled: list[int] | None = None  # of each request that gets tokens, how many; None: one each
     block_copies: list[tuple[int, int]] = field(default_factory=list)
     """(source, target) blocks, all sources read before any target is written: done before the step computes."""

@@ -92,6 +92,8 @@ class Scheduler:
         if self.num_preemptions == preempted_before:  # a preempted request would only preempt again
             self._admit_waiting(step, budget)
         step.total_num_tokens = sum(step.num_tokens)
+        if self.speculation is not None:
+            step.num_draft_passes = self.speculation.num_passes(len(step.requests))
         step.block_copies = self.kv.take_block_copies()
         step.removed, self._removed = self._removed, []
         return step
