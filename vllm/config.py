@@ -56,6 +56,7 @@ class SpeculativeConfig:
     prompt_lookup_min: int = 2  # of the shortest one, also of suffix
     suffix_max_tokens: int = 1_000_000  # of the texts that suffix remembers, some 70 bytes each
     disable_by_batch_size: int | None = None  # no drafts while more sequences run
+    adaptive: bool = True  # no more drafts than pay, by costs that the engine measures; False: all that there are
 
 
 @dataclass(frozen=True)
@@ -223,7 +224,9 @@ def speculative_problems(config: SpeculativeConfig) -> Iterator[str]:
     if config.method not in DRAFT_METHODS:
         yield f"speculative_config.method={config.method!r} is unknown, expected one of {', '.join(DRAFT_METHODS)}"
     for name, value in vars(config).items():
-        if name != "method" and value is not None and (type(value) is not int or value < 1):
+        if name == "adaptive" and type(value) is not bool:
+            yield f"speculative_config.adaptive={value!r} must be true or false"
+        elif name not in ("method", "adaptive") and value is not None and (type(value) is not int or value < 1):
             yield f"speculative_config.{name}={value!r} must be a whole number from 1 on"
             return
     if config.prompt_lookup_min > config.prompt_lookup_max:

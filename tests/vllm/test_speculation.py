@@ -16,7 +16,7 @@ from vllm.entrypoints.openai.cli_args import parse_args
 from vllm.v1.engine.llm_engine import StepLimits
 from vllm.v1.request import Request
 from vllm.v1.sample.extras import SamplingExtras
-from vllm.v1.spec_decode.suffix_automaton import SuffixAutomaton
+from vllm.v1.spec_decode.suffix_automaton import NativeSuffixAutomaton, SuffixAutomaton
 
 VOCAB, MAX_LEN = 12, 96
 CHANGES = {"vocab_size": VOCAB, "num_nextn_predict_layers": 1}
@@ -37,7 +37,7 @@ def make_llm(path: str, drafts: dict[str, Any] | None, **changes: Any) -> LLM:
         skip_tokenizer_init=True,
         max_model_len=MAX_LEN,
         enable_return_routed_experts=True,
-        speculative_config=drafts,
+        speculative_config=None if drafts is None else {"adaptive": False} | drafts,
         rollout_ops="vllm.ops.cpu:default_ops",
         **sizes | changes,
     )
@@ -184,7 +184,10 @@ def test_answers_that_come_again_take_a_step_for_every_draft(path: str) -> None:
     ("given", "problem"),
     [
         ({"method": "ngram"}, "num_speculative_tokens is missing"),
-        ({"method": "eagle", "num_speculative_tokens": 2}, "method='eagle' is unknown, expected one of mtp, ngram, suffix"),
+        (
+            {"method": "eagle", "num_speculative_tokens": 2},
+            "method='eagle' is unknown, expected one of mtp, ngram, suffix",
+        ),
         ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens=0 must be a whole number from 1 on"),
         ({"method": "ngram", "num_speculative_tokens": 2, "model": "x"}, "speculative_config has no 'model'"),
         (
@@ -209,6 +212,22 @@ def test_the_server_takes_it_as_json(path: str, capsys: pytest.CaptureFixture[st
         assert "--speculative-config" in capsys.readouterr().err
 
 
+def test_the_automaton_in_cpp_equals_that_in_python() -> None:
+    rng = random.Random(1)
+    for _ in range(60):
+        both, num_texts, kinds = (
+            (SuffixAutomaton(), NativeSuffixAutomaton()),
+            rng.randint(1, 5),
+            rng.choice([2, 4, 900]),
+        )
+        ends = [0] * num_texts
+        for _ in range(rng.randint(1, 60)):
+            more = [[rng.randrange(kinds) for _ in range(rng.randint(0, 40))] for _ in range(num_texts)]
+            found = [one.step(ends, more, 5, 2) for one in both]
+            assert found[0] == found[1] and both[0].num_tokens == both[1].num_tokens
+            ends = found[0][0]
+
+
 def test_an_automaton_continues_the_longest_end_that_stood_before() -> None:
     rng = random.Random(0)
     for _ in range(150):
@@ -220,7 +239,7 @@ def test_an_automaton_continues_the_longest_end_that_stood_before() -> None:
             ends[chosen] = automaton.append(ends[chosen], token)
             asked = rng.randrange(len(texts))
             places = longest_end(texts[asked], texts)
-            found = automaton.continued(ends[asked], 1, 1)
+            found, _ = automaton.continued(ends[asked], 1, 1)
             assert bool(found) == bool(places)
             assert not found or found[0] in places
 

@@ -95,7 +95,7 @@ class StepExchange:
     is_anyone_busy: bool  # whether any has work left
     is_decode_everywhere: bool  # whether no replica prefills in this step
     num_draft_passes: int = 0  # of the prediction layer behind this step, the most that any wants
-    draft_counts: tuple[int, ...] = (0,)  # of every replica, sequences that get drafts then
+    sampled_counts: tuple[int, ...] = (0,)  # of every replica, sequences that get a token in this step
 
 
 @dataclass(frozen=True)
@@ -120,15 +120,15 @@ class ParallelState:
         is_decode_only: bool,
         device: torch.device,
         num_draft_passes: int = 0,
-        num_drafting: int = 0,
+        num_sampled: int = 0,
     ) -> StepExchange:
         """Exchange the facts about the next step with the other replicas; one small all-gather."""
         if not self.config.steps_in_lockstep:
-            return StepExchange([num_tokens], has_unfinished, is_decode_only, num_draft_passes, (num_drafting,))
-        facts = [num_tokens, has_unfinished, is_decode_only, num_draft_passes, num_drafting]
+            return StepExchange([num_tokens], has_unfinished, is_decode_only, num_draft_passes, (num_sampled,))
+        facts = [num_tokens, has_unfinished, is_decode_only, num_draft_passes, num_sampled]
         mine = async_tensor_h2d(np.array(facts, dtype=np.int32), device)
-        counts, unfinished, decode_only, passes, drafting = self.dp.all_gather(mine).T.tolist()
-        return StepExchange(counts, any(unfinished), all(decode_only), max(passes), tuple(drafting))
+        counts, unfinished, decode_only, passes, sampled = self.dp.all_gather(mine).T.tolist()
+        return StepExchange(counts, any(unfinished), all(decode_only), max(passes), tuple(sampled))
 
     def is_any(self, flag: bool, device: torch.device) -> bool:
         """Whether the flag is set on any rank that generates together with this one: TP ranks, and replicas that share

@@ -75,7 +75,8 @@ class CausalLM(nn.Module):
         return len(self.layers) + (self.mtp is not None)
 
     def forward(self, ids_T: Tensor, kv_caches: list[KVCache], context: ForwardContext) -> Tensor:
-        """Hidden states [T, H] before the final norm, of the tokens that the last layer keeps. ids_T int64 [T].
+        """Hidden states [T, H] before the final norm, or behind it for a prediction layer, of the tokens that the last
+        layer keeps. ids_T int64 [T].
 
         kv_caches holds `num_caches` and, where choices of experts are kept, one more for those.
         """
@@ -90,24 +91,25 @@ class CausalLM(nn.Module):
         x_TH = self.layers[-1](x_TH, angles, kv_caches[num_layers - 1], last)
         if context.routed_experts:
             write_choices(kv_caches[-1], context.routed_experts, context.slots_T)
-        return x_TH
+        return x_TH if self.mtp is None else self._normed(x_TH)
 
     def compute_logits(self, x_BH: Tensor) -> Tensor:
-        """fp32 [B, V] next-token logits of hidden states [B, H]."""
-        return self.lm_head(self.normed(x_BH))
+        """fp32 [B, V] logits of the next token, of the states that this module returns, or of the token after it, of
+        those that `predict` returns.
+        """
+        return self.lm_head(self._normed(x_BH) if self.mtp is None else x_BH)
 
-    def normed(self, x_TH: Tensor) -> Tensor:
-        """Hidden states [T, H] behind the final norm."""
-        return self.ops.rms_norm(x_TH, self.norm.weight, self.hf.rms_norm_eps)
+    def predict(self, ids_T: Tensor, states_TH: Tensor, kv_caches: list[KVCache], context: ForwardContext) -> Tensor:
+        """The prediction layer's states [T, H], for `compute_logits`, and for `predict` at the next position.
 
-    def predict(self, ids_T: Tensor, normed_TH: Tensor, kv_caches: list[KVCache], context: ForwardContext) -> Tensor:
-        """States [T, H] for `lm_head`, of the token after the next, and for `predict` of the next position.
-
-        ids_T int64 [T]: the tokens that follow those of the context, whose states are ``normed_TH``.
+        ids_T int64 [T]: the tokens that follow those of the context, whose states are ``states_TH``.
         """
         assert self.mtp is not None
         angles = self.rotary.at(context.positions_T)
-        return self.mtp(self.embed_tokens(ids_T), normed_TH, angles, kv_caches[len(self.layers)], context)
+        return self.mtp(self.embed_tokens(ids_T), states_TH, angles, kv_caches[len(self.layers)], context)
+
+    def _normed(self, x_TH: Tensor) -> Tensor:
+        return self.ops.rms_norm(x_TH, self.norm.weight, self.hf.rms_norm_eps)
 
     def load_weights(self, weights: Iterable[tuple[str, Weight]]) -> set[str]:
         """Take (hf_name, full tensor) pairs, any part of the model in any order; returns the names taken.

@@ -61,6 +61,11 @@ def kernels() -> ctypes.CDLL:
     library.cpu_pack_panels.argtypes, library.cpu_pack_panels.restype = [_P, _L, _L, _L, _P], None
     library.cpu_unpack_panels.argtypes, library.cpu_unpack_panels.restype = [_P, _L, _L, _P], None
     library.cpu_copy_digest.argtypes, library.cpu_copy_digest.restype = [*[_P] * 4, *[_L] * 6, _P, _P], None
+    library.cpu_automaton_new.argtypes, library.cpu_automaton_new.restype = [], _P
+    library.cpu_automaton_free.argtypes, library.cpu_automaton_free.restype = [_P], None
+    library.cpu_automaton_size.argtypes, library.cpu_automaton_size.restype = [_P], _L
+    library.cpu_automaton_step.argtypes = [_P, _L, *[_P] * 3, _L, _L, *[_P] * 3]
+    library.cpu_automaton_step.restype = None
     return library
 
 

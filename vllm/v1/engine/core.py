@@ -14,6 +14,7 @@ from vllm.v1.engine.non_finite import NonFiniteLogitsError, failed_requests, mod
 from vllm.v1.request import Request, TopLogprobs
 from vllm.v1.sample.sampler import SamplerOutput
 from vllm.v1.spec_decode.drafter import Speculation
+from vllm.v1.spec_decode.step_costs import measure_step_costs
 from vllm.v1.worker.cache_memory import zero_blocks
 from vllm.v1.worker.rank_context import RankContext
 from vllm.v1.worker.worker import Worker
@@ -27,7 +28,7 @@ class EngineCore:
     def __init__(self, rank: RankContext) -> None:
         config, self.parallel, self.platform = rank.config, rank.parallel, rank.platform
         self.device = rank.platform.exchange_device(rank.device)
-        self.worker = Worker(rank)
+        self._rank, self.worker = rank, Worker(rank)
         kv = KVCacheManager(self.worker.cache.num_blocks, config.cache.block_size, config.cache.enable_prefix_caching)
         speculation = None if config.speculative is None else Speculation(config.speculative)
         self.scheduler = Scheduler(config.scheduler, kv, speculation)
@@ -53,8 +54,11 @@ class EngineCore:
         In lock-step every replica calls it until the flag is False everywhere: a replica without work still computes
         its experts.
         """
+        speculation = self.scheduler.speculation
+        if speculation is not None and speculation.needs_costs:
+            speculation.costs = measure_step_costs(self._rank, self.worker)
         step = self.scheduler.schedule()
-        drafting = (step.num_draft_passes, len(step.sampled)) if step.num_draft_passes else ()
+        drafting = () if speculation is None else (step.num_draft_passes, len(step.sampled))
         facts = step.total_num_tokens, self.has_work, step.is_decode_only
         exchange = self.parallel.exchange_step(*facts, self.device, *drafting)
         self.is_idle = not any(exchange.token_counts)
@@ -69,8 +73,10 @@ class EngineCore:
         if output.top is not None:
             self._record_top(step, output.top, problems)
         finished = self.scheduler.update_from_output(step, token_ids, output.logprobs, problems)
-        if output.drafts and self.scheduler.speculation is not None:
-            self.scheduler.speculation.note_predictions(step.requests, output.drafts)
+        if speculation is not None:
+            speculation.num_elsewhere = max(exchange.sampled_counts) if len(exchange.sampled_counts) > 1 else 0
+            if output.drafts:
+                speculation.note_predictions(step.requests, output.drafts)
         if self.worker.keeps_routed_experts:
             for request in finished:  # their blocks are free, but hold what they held until the next step
                 request.routed_experts = self.worker.routed_experts(request)

@@ -72,9 +72,7 @@ class MtpProposer:
         begins = (batch.predicted_from[rows] == NOWHERE) & (starts < batch.num_computed[rows])
         batch.predicted_from[rows[begins]] = starts[begins]
         following = self._with_next_tokens(inputs)
-        states_TH = self._pass(
-            following, self._model.normed(states_TH), exchange.token_counts, exchange.is_decode_everywhere, caches
-        )
+        states_TH = self._pass(following, states_TH, exchange.token_counts, exchange.is_decode_everywhere, caches)
         sampled = step.sampled
         drafting_R = np.array([batch.row_of[request.request_id] for request in sampled], dtype=np.int64)
         last_R = np.cumsum([1 + len(step.drafts.get(request.request_id, ())) for request in sampled], dtype=np.int64)
@@ -88,13 +86,13 @@ class MtpProposer:
             if index:
                 following, is_covered = self._next_positions(drafting_R[alive_R], index)
                 alive_R, states_BH = alive_R[is_covered], states_BH[self._contexts.send(np.flatnonzero(is_covered))]
-                states_BH = self._pass(following, states_BH, list(exchange.draft_counts), True, caches)
+                states_BH = self._pass(following, states_BH, list(exchange.sampled_counts), True, caches)
             if len(alive_R) == 0:
                 continue  # other replicas may have drafts
             rows_B = drafting_R[alive_R]
             lens_B = batch.num_tokens[rows_B] + index
             has_room = lens_B < batch.token_ids.shape[1]
-            output = self._sampler(self._model.lm_head(states_BH), batch, rows_B, lens_B)
+            output = self._sampler(self._model.compute_logits(states_BH), batch, rows_B, lens_B)
             has_room &= output.token_ids >= 0  # NaN has none
             batch.token_ids[rows_B[has_room], lens_B[has_room]] = output.token_ids[has_room]
             for request, token in zip(alive_R[has_room].tolist(), output.token_ids[has_room].tolist(), strict=True):

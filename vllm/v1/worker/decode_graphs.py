@@ -27,10 +27,10 @@ Forward: TypeAlias = Callable[[Tensor, list[KVCache], ForwardContext], Tensor]
 
 
 def num_scratch_blocks(config: VllmConfig) -> int:
-    """Return the number of KV blocks for the padding of the largest graph; 0 without graphs."""
-    if config.compilation.enforce_eager:
-        return 0
-    return -(-config.compilation.cudagraph_capture_sizes[-1] // config.cache.block_size)
+    """Return the number of KV blocks of nobody: for the padding of the largest graph, and for steps that are timed."""
+    size = config.cache.block_size
+    count = 0 if config.compilation.enforce_eager else -(-config.compilation.cudagraph_capture_sizes[-1] // size)
+    return count if config.speculative is None else max(count, 2 + config.speculative.num_speculative_tokens // size)
 
 
 class _Input:
@@ -57,6 +57,7 @@ class _DecodeGraph:
 
     graph: CapturedGraph
     renewals: list[Callable[[], None]]
+    states_SH: Tensor
 
 
 class DecodeGraphs:
@@ -102,6 +103,7 @@ class DecodeGraphs:
         self._freed_by_sleep = freed_by_sleep
         self._captured_addresses: list[int] = []
         self._has_slept = False
+        self.states_BH: Tensor | None = None  # of the last `run`, whether or not that returned logits
         self.num_captures = self.num_kept_over_sleep = 0  # so far, of all sizes
         largest, width = self.sizes[-1], -(-config.model.max_model_len // self._block_size)
         # Row i of every buffer is row i of the step, whatever its size: the graphs share them.
@@ -144,10 +146,11 @@ class DecodeGraphs:
         self._fill(inputs, tables_BW, size)
         captured = self._graphs.get(size)
         if captured is None:
-            return self._run_and_capture(size, caches)[: len(inputs.token_ids_T)]
+            return self._run_and_capture(size, caches, len(inputs.token_ids_T))
         captured.graph.replay()
         for renew in captured.renewals:
             renew()
+        self.states_BH = captured.states_SH[: len(inputs.token_ids_T)]
         return captured.graph.output[: len(inputs.token_ids_T)]
 
     def sleep(self) -> None:
@@ -162,6 +165,7 @@ class DecodeGraphs:
         for captured in self._graphs.values():
             captured.graph.release()
         self._graphs.clear()
+        self.states_BH = None
         self._pool = None
 
     def _drop_if_memory_moved(self) -> None:
@@ -175,7 +179,7 @@ class DecodeGraphs:
     def _addresses(self) -> list[int]:
         return [tensor.data_ptr() for tensor in self._freed_by_sleep()]
 
-    def _run_and_capture(self, size: int, caches: list[KVCache]) -> Tensor:
+    def _run_and_capture(self, size: int, caches: list[KVCache], num_rows: int) -> Tensor:
         lens_S, tables_SW = self._seq_lens_S.buffer[:size], self._tables_SW.buffer[:size]
         decode = DecodeMetadata(self._host_seq_lens_S[:size], lens_S, tables_SW, self._block_size)
         context = ForwardContext(
@@ -188,12 +192,14 @@ class DecodeGraphs:
             dp_token_counts=[size] * self._num_replicas,
         )
 
+        states: list[Tensor] = []
+
         def forward() -> Tensor:
             decode.scratch.clear()
-            hidden_SH = self._forward(self._ids_S.buffer[:size], caches, context)
+            states.append(self._forward(self._ids_S.buffer[:size], caches, context))
             if self._compute_logits is None or not self.makes_logits(size):
-                return hidden_SH
-            return self._compute_logits(hidden_SH)
+                return states[-1]
+            return self._compute_logits(states[-1])
 
         if self._pool is None:
             self._pool = self._platform.graph_pool()
@@ -202,11 +208,12 @@ class DecodeGraphs:
         renewals: list[Callable[[], None]] = []
         decode.renewals = renewals
         graph = self._pool.capture(forward)
-        self._graphs[size] = _DecodeGraph(graph, renewals)
+        self._graphs[size] = _DecodeGraph(graph, renewals, states[-1])
+        self.states_BH = states[0][:num_rows]
         self._captured_addresses = self._addresses()
         self.num_captures += 1
         logger.info("captured a decode step of %d sequences", size)
-        return graph.output if eager_output is None else eager_output
+        return (graph.output if eager_output is None else eager_output)[:num_rows]
 
     def _fill(self, inputs: StepInputs, tables_BW: np.ndarray, size: int) -> None:
         rows, width = tables_BW.shape

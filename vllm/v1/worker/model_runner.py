@@ -41,8 +41,8 @@ class ModelRunner:
         config = rank.config
         self.model, self.batch, self.graphs, self._proposer = model, batch, graphs, proposer
         self._contexts = ContextBuilder(batch, rank.device)
-        # In lock-step other replicas use all rows, and the prediction layer all states.
-        self._may_prune = model.prunes_last_layer and not config.parallel.steps_in_lockstep and model.mtp is None
+        # In lock-step other replicas use all rows.
+        self._may_prune = model.prunes_last_layer and not config.parallel.steps_in_lockstep
         self.sampler = Sampler(config.model.hf.vocab_size, rank.ops, rank.device, config.logprobs_mode)
 
     @torch.inference_mode()
@@ -51,26 +51,26 @@ class ModelRunner:
         rows = self.batch.update(step)
         num_drafts, computed = self.batch.write_drafts(step), self.batch.num_computed[rows]
         inputs = prepare_step(self.batch, rows, np.array(step.num_tokens, dtype=np.int64), num_drafts)
-        states_T, logits_of = self._forward(inputs, exchange, caches)
+        states_T, scored_T, logits_of = self._forward(inputs, exchange, caches)
         unscored: list[Request] = []
         if self.batch.prompts_to_score:
-            unscored = score_prompts(states_T, inputs, self.batch.prompts_to_score, logits_of)
+            unscored = score_prompts(scored_T, inputs, self.batch.prompts_to_score, logits_of)
         output = SamplerOutput(np.empty(0, dtype=np.int64), [], None)
         if len(inputs.sampled_rows) > 0:
-            output = self._sample(step, inputs, states_T, logits_of, num_drafts is not None)
+            output = self._sample(step, inputs, scored_T, logits_of, num_drafts is not None)
         output.unscored = unscored
         if self._proposer is not None:
             output.drafts = self._proposer.propose(step, inputs, rows, computed, states_T, exchange, caches)
         return output
 
     def _sample(
-        self, step: SchedulerOutput, inputs: StepInputs, states_T: Tensor, logits_of: LogitsOf, has_drafts: bool
+        self, step: SchedulerOutput, inputs: StepInputs, scored_T: Tensor, logits_of: LogitsOf, has_drafts: bool
     ) -> SamplerOutput:
         """Draw the step's tokens, keep the right ones of those behind drafts, and append them to their rows."""
-        if inputs.sampled_T is not None and len(states_T) > len(inputs.sampled_T):
-            states_T = states_T.index_select(0, self._contexts.send(inputs.sampled_T))
+        if inputs.sampled_T is not None and len(scored_T) > len(inputs.sampled_T):
+            scored_T = scored_T.index_select(0, self._contexts.send(inputs.sampled_T))
         lens = inputs.sampled_lens if has_drafts else None
-        output = self.sampler(logits_of(states_T), self.batch, inputs.sampled_rows, lens)
+        output = self.sampler(logits_of(scored_T), self.batch, inputs.sampled_rows, lens)
         if not has_drafts:
             self.batch.append_tokens(inputs.sampled_rows, output.token_ids)
             return output
@@ -79,21 +79,28 @@ class ModelRunner:
         self.batch.append_tokens(np.array(sampled), output.token_ids, counts)
         return output
 
-    def _forward(self, inputs: StepInputs, exchange: StepExchange, caches: list[KVCache]) -> tuple[Tensor, LogitsOf]:
-        """Return the rows of all tokens, or of those to sample after, and the function that turns rows into logits.
+    def _forward(
+        self, inputs: StepInputs, exchange: StepExchange, caches: list[KVCache]
+    ) -> tuple[Tensor, Tensor, LogitsOf]:
+        """Return the states of all tokens, or of those to sample after, and rows with the function that turns these
+        into logits: the states, or what is the logits already.
 
         A graph runs the step when every replica decodes and a graph is large enough for all.
         """
         if self.graphs is not None and exchange.is_decode_everywhere:
             size = self.graphs.size_for(max(exchange.token_counts))
             if size is not None:
-                states_B = self.graphs.run(inputs, self.batch.tables(inputs, slice(None)), size, caches)
-                return states_B, _as_they_are if self.graphs.makes_logits(size) else self.model.compute_logits
+                rows_B = self.graphs.run(inputs, self.batch.tables(inputs, slice(None)), size, caches)
+                assert self.graphs.states_BH is not None
+                logits_of = _as_they_are if self.graphs.makes_logits(size) else self.model.compute_logits
+                return self.graphs.states_BH, rows_B, logits_of
         context = self._contexts.context(inputs, exchange.token_counts)
         keeps_choices = len(caches) > self.model.num_caches
-        if self._may_prune and context.prefill is not None and not (self.batch.prompts_to_score or keeps_choices):
+        needs_all = self.batch.prompts_to_score or keeps_choices or exchange.num_draft_passes
+        if self._may_prune and context.prefill is not None and not needs_all:
             context.last_layer = self._contexts.sampled_alone(inputs, context)
-        return self.model(self._contexts.send(inputs.token_ids_T), caches, context), self.model.compute_logits
+        states_T = self.model(self._contexts.send(inputs.token_ids_T), caches, context)
+        return states_T, states_T, self.model.compute_logits
 
 
 def _as_they_are(rows: Tensor) -> Tensor:

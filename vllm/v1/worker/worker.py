@@ -35,7 +35,7 @@ class Worker:
         self.cache = CacheMemory(rank, self.model)
         self.graphs: DecodeGraphs | None = None
         if not rank.config.compilation.enforce_eager:
-            self.graphs = self._new_graphs(self.model, self.model.compute_logits if self.model.mtp is None else None)
+            self.graphs = self._new_graphs(self.model, self.model.compute_logits)
         config = rank.config
         self.batch = InputBatch(config.scheduler.max_num_seqs, config.model.max_model_len, config.cache.block_size)
         self.proposer: MtpProposer | None = None

@@ -228,9 +228,9 @@ class Scheduler:
             if not is_chunk:
                 own = (next(samples),) if step.num_sampled is None else list(islice(samples, next(counts)))
             if step.drafts and request.request_id in step.drafts:
-                num_sampled = len(own)
-                self._count_drafts(request, num_new - 1, num_sampled - 1)
-                num_new = num_sampled
+                assert self.speculation is not None
+                self.speculation.note_verified(request, num_new - 1, len(own) - 1)
+                num_new = len(own)
             request.num_computed_tokens += num_new
             if problems and request.request_id in problems:
                 request.fail(problems[request.request_id])
@@ -246,11 +246,6 @@ class Scheduler:
             self.running = [r for r in self.running if r.status is RequestStatus.RUNNING]
         self.kv.finish_step()
         return finished
-
-    def _count_drafts(self, request: Request, num_drafts: int, num_right: int) -> None:
-        assert self.speculation is not None
-        for counts in (request.draft_counts, self.speculation.counts):
-            counts[:] = [so_far + more for so_far, more in zip(counts, (1, num_drafts, num_right), strict=True)]
 
     def abort_all(self) -> None:
         """Drop every request and free its blocks; entries of a failed step are unregistered."""
