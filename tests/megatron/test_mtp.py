@@ -96,7 +96,7 @@ def test_loss_and_gradients_are_the_papers(has_labels: bool, per_token: bool) ->
 
         set_aux_loss_scale(model, 0.25 if per_token else 1.0)
         inputs = (batch.ids_T, batch.positions_T, batch.params)
-        loss_T = model(*inputs, labels_T=labels_T, loss_mask_T=weight_T)
+        loss_T = model(*inputs, labels_T=labels_T, loss_mask_W=weight_T)
         if labels_T is None:
             loss_T = F.cross_entropy(loss_T, batch.labels_T, reduction="none")
         torch.testing.assert_close(loss_T, main_T)
@@ -183,7 +183,7 @@ def test_a_loss_without_weight_is_not_read(monkeypatch: pytest.MonkeyPatch) -> N
             monkeypatch.setattr(
                 model, "_token_losses", lambda h, t, f=losses, x=junk: f(h, t) + torch.where(t == 0, x, 0.0)
             )
-            given = {"labels_T": labels_T, "loss_mask_T": (labels_T > 0).float()}
+            given = {"labels_T": labels_T, "loss_mask_W": (labels_T > 0).float()}
             loss_T = model(batch.ids_T, batch.positions_T, batch.params, **given)
             loss_T[labels_T > 0].sum().backward()
             found.append((_grads(model), collect_mtp_losses(model, config, groups)))

@@ -1,6 +1,7 @@
 """One pipeline stage of a decoder-only language model over packed tokens, or its chunks in virtual stages.
 
-Letters: T packed tokens (all sequences of a micro-batch, a multiple of TP), H hidden, V vocabulary.
+Letters: T packed tokens (all sequences of a micro-batch, a multiple of TP), W the same with a copy of a shared prompt
+for each of its sequences, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class GPTModel(nn.Module):
         position_ids_T: Tensor,
         packed_seq_params: PackedSeqParams,
         labels_T: Tensor | None = None,
-        loss_mask_T: Tensor | None = None,
+        loss_mask_W: Tensor | None = None,
         scored_S: Tensor | None = None,
     ) -> Tensor:
         """All TP ranks pass the same T ids (T a multiple of TP: append a dummy sequence to ``cu_seqlens``).
@@ -109,7 +110,7 @@ class GPTModel(nn.Module):
         scores no prediction inside a prompt.
 
         In training the losses of multi-token prediction are attached to the result (``MultiTokenPredictionBlock``);
-        loss_mask_T, the weight of each token's own prediction, is for them only: the caller weights the main loss.
+        loss_mask_W, the weight of each token's own prediction, is for them only: the caller weights the main loss.
         """
         tp_size = self.groups.tp.size()
         assert input_ids_T.shape[0] % tp_size == 0, f"{input_ids_T.shape[0]} tokens are not a multiple of TP {tp_size}"
@@ -123,7 +124,7 @@ class GPTModel(nn.Module):
         if not self.post_process:
             return hidden_TH
         if self.mtp is not None and self.training and torch.is_grad_enabled():
-            inputs = (hidden_TH, input_ids_T, labels_T, loss_mask_T, rotary_cos_sin, packed_seq_params)
+            inputs = (hidden_TH, input_ids_T, labels_T, loss_mask_W, rotary_cos_sin, packed_seq_params)
             hidden_TH = self.mtp(*inputs, embed=self.embedding, token_losses=self._token_losses)
         if labels_T is not None:
             return self._token_losses(hidden_TH, labels_T)
