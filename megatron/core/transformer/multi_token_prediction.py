@@ -69,6 +69,10 @@ class MultiTokenPredictionBlock(nn.Module):
     Sequences that share a prompt are whole here: each goes on behind it with a token of its own, which a depth reads at
     the prompt's last token already.
 
+    With ``mtp_detach_encoder`` the loss trains the depths alone: hidden state, embedding and output layer are constants
+    to it. The depths' gradients then have a norm of their own (``has_own_norm``), so that the main model is clipped and
+    updated, to the bit, as without the loss.
+
     Differs from the paper: the hidden state of the main model and of each depth is taken behind its final norm (as
     upstream and the engines that speculate with these layers take it), and the mean counts the tokens that have a loss.
     """
@@ -79,6 +83,9 @@ class MultiTokenPredictionBlock(nn.Module):
         self.config, self.groups = config, groups
         depths = range(1, config.mtp_num_layers + 1)
         self.layers = nn.ModuleList(MultiTokenPredictionLayer(config, groups, ops, depth) for depth in depths)
+        if config.mtp_detach_encoder:
+            for param in self.parameters():
+                param.has_own_norm = True  # type: ignore[attr-defined]
         self.aux_loss_scaler = AuxLossScaler()
         self.loss_totals: Tensor | None = None  # [depths, 2] for the log: sum of losses, sum of weights
 
@@ -114,7 +121,8 @@ class MultiTokenPredictionBlock(nn.Module):
         for depth, layer in enumerate(self.layers, start=1):
             ids_T, is_real_T = tokens.ahead(input_ids_T, depth)
             at_depth = replace(params, is_padding_T=~is_real_T, routing=None)  # rollouts have no such layers to replay
-            before_TH = self._run(layer, embed(ids_T), before_TH, rotary_cos_sin, at_depth)
+            embedded_TH = embed(ids_T).detach() if self.config.mtp_detach_encoder else embed(ids_T)
+            before_TH = self._run(layer, embedded_TH, before_TH, rotary_cos_sin, at_depth)
             if labels_T is None:
                 target_T, has_target_T = tokens.ahead(input_ids_T, depth + 1)
             else:
