@@ -23,11 +23,12 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 
 @dataclass
 class Trained:
-    """What a rank has after an update: metrics, and by name its gradients and its weights."""
+    """What a rank has after an update: metrics, gradients and weights by name, and where the policy's gradients lie."""
 
     metrics: dict[str, float]
     gradients: dict[str, torch.Tensor]
     weights: dict[str, torch.Tensor]
+    counted: list[dict[str, tuple[int, int]]]  # of each buffer of the policy's norm: squares add up in this order
 
 
 def _train(cases: dict[str, Update]) -> dict[str, Trained]:
@@ -40,7 +41,9 @@ def _train_one(case: Update) -> Trained:
         _, ddp, actor = make_actor(case, groups)
         metrics = actor.update_policy(some_rows(case.num_rows, case.samples).chunk(groups.dp.size())[groups.coords.dp])
         gradients = {name: grad.clone() for name, grad in local_gradients(ddp).items()}
-        return Trained(metrics, gradients, {name: value.clone() for name, value in ddp.state_dict().items()})
+        weights = {name: value.clone() for name, value in ddp.state_dict().items()}
+        buffers = [x for x in ddp.param_and_grad_buffers if not (x.has_own_norm or x.is_counted_elsewhere)]
+        return Trained(metrics, gradients, weights, [buffer.param_ranges for buffer in buffers])
     finally:
         destroy_model_parallel()
 
@@ -85,6 +88,7 @@ def test_the_policys_update_is_the_same_to_the_bit(world_size: int) -> None:
                 assert on.metrics[metric] == value or metric.startswith("actor/expert_load_"), (name, metric)
             _assert_same(name, on.gradients, off.gradients)
             _assert_same(name, on.weights, off.weights)
+            assert on.counted == off.counted, name
         assert offs[-1].metrics["actor/grad_norm"] > 10 * OFF.optimizer["clip_grad"], "the norm clips"
         assert attached[-1].metrics["actor/grad_norm"] != offs[-1].metrics["actor/grad_norm"], "attached it trains more"
         assert ons[-1].metrics["actor/mtp_1_loss"] > 0
