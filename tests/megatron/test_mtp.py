@@ -18,10 +18,11 @@ from tests.megatron.model_helpers import PackedBatch, make_model, one_process_gr
 
 LENGTHS = [9, 1, 14, 2, 6]  # some too short for a second, or any, prediction
 FACTOR = 0.3
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 def _config(**changes: Any) -> Any:
-    return tiny_config(mtp_num_layers=2, mtp_loss_scaling_factor=FACTOR, **changes)
+    return tiny_config(**{"mtp_num_layers": 2, "mtp_loss_scaling_factor": FACTOR} | changes)
 
 
 def _norm(x: torch.Tensor, norm: nn.Module, eps: float) -> torch.Tensor:
@@ -96,7 +97,7 @@ def test_loss_and_gradients_are_the_papers(has_labels: bool, per_token: bool) ->
 
         set_aux_loss_scale(model, 0.25 if per_token else 1.0)
         inputs = (batch.ids_T, batch.positions_T, batch.params)
-        loss_T = model(*inputs, labels_T=labels_T, loss_mask_T=weight_T)
+        loss_T = model(*inputs, labels_T=labels_T, loss_mask_W=weight_T)
         if labels_T is None:
             loss_T = F.cross_entropy(loss_T, batch.labels_T, reduction="none")
         torch.testing.assert_close(loss_T, main_T)
@@ -106,29 +107,23 @@ def test_loss_and_gradients_are_the_papers(has_labels: bool, per_token: bool) ->
         assert collect_mtp_losses(model, config, groups) == pytest.approx(means, rel=1e-5)
 
 
-def test_detached_from_the_encoder_its_losses_train_the_depths_alone() -> None:
-    """What the depths share with the model, embedding and output layer, is still trained by them."""
+@pytest.mark.parametrize("changes", [{}, {"share_embeddings_and_output_weights": True}, FULL])
+def test_detached_from_the_encoder_its_losses_train_the_depths_alone(changes: dict[str, Any]) -> None:
+    """Neither layers nor embedding nor output layer get other gradients than without it, to the bit."""
     batch = packed_batch(LENGTHS, _config().vocab_size)
     with one_process_groups() as groups:
-        found = {}
-        for name, changes in {"with": {}, "detached": {"mtp_detach_encoder": True}}.items():
-            found[name] = _training_grads(groups, batch, **changes)
-        model = make_model(_config(calculate_per_token_loss=True), groups)
-        main_T = _paper(model, batch, batch.labels_T, torch.ones(sum(LENGTHS)))[0]
-        main_T.sum().backward()
-        alone = _grads(model)
-    layers = [name for name in alone if name.startswith("decoder.layers")]
-    assert layers
-    _assert_close({name: found["detached"][name] for name in layers}, {name: alone[name] for name in layers})
-    assert any((found["with"][name] - alone[name]).abs().max() > 1e-4 * alone[name].abs().max() for name in layers)
-    depths = [name for name in found["with"] if name.startswith("mtp")]
-    assert depths and found["detached"].keys() == found["with"].keys()
-    first = [name for name in depths if ".0." in name]
-    assert all(found["detached"][name].abs().max() > 0 for name in first)
+        attached = _training_grads(groups, batch, **changes)
+        detached = _training_grads(groups, batch, mtp_detach_encoder=True, **changes)
+        alone = _training_grads(groups, batch, mtp_num_layers=None, **changes)
+    depths = {name for name in attached if name.startswith("mtp")}
+    assert attached.keys() == detached.keys() == alone.keys() | depths and not alone.keys() & depths
+    assert all(torch.equal(detached[name], grad) for name, grad in alone.items())
+    assert any((attached[name] - grad).abs().max() > 1e-4 * grad.abs().max() for name, grad in alone.items())
+    assert all(detached[name].abs().max() > 0 for name in depths if ".0." in name)
 
 
 def _training_grads(groups: ProcessGroups, batch: PackedBatch, **changes: Any) -> dict[str, torch.Tensor]:
-    model = make_model(_config(calculate_per_token_loss=True, **changes), groups)
+    model = make_model(_config(**{"calculate_per_token_loss": True} | changes), groups)
     (model(batch.ids_T, batch.positions_T, batch.params, labels_T=batch.labels_T) * _real(batch)).sum().backward()
     return _grads(model)
 
@@ -141,7 +136,7 @@ def _real(batch: PackedBatch) -> torch.Tensor:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        FULL,
         {"recompute_granularity": "selective", "recompute_modules": ("mla_up_proj", "core_attn", "layernorm", "moe")},
     ],
 )
@@ -181,9 +176,11 @@ def test_a_loss_without_weight_is_not_read(monkeypatch: pytest.MonkeyPatch) -> N
             model = make_model(config, groups)
             losses = model._token_losses
             monkeypatch.setattr(
-                model, "_token_losses", lambda h, t, f=losses, x=junk: f(h, t) + torch.where(t == 0, x, 0.0)
+                model,
+                "_token_losses",
+                lambda h, t, f=losses, x=junk, **how: f(h, t, **how) + torch.where(t == 0, x, 0.0),
             )
-            given = {"labels_T": labels_T, "loss_mask_T": (labels_T > 0).float()}
+            given = {"labels_T": labels_T, "loss_mask_W": (labels_T > 0).float()}
             loss_T = model(batch.ids_T, batch.positions_T, batch.params, **given)
             loss_T[labels_T > 0].sum().backward()
             found.append((_grads(model), collect_mtp_losses(model, config, groups)))

@@ -322,7 +322,7 @@ def _forward_backward(
             return loss, loss.item()
 
         # The weights are also those of the losses of multi-token prediction, where the model has it.
-        return model(batch.input_ids_T, batch.position_ids_T, batch.packed, loss_mask_T=batch.weight_T), loss_func
+        return model(batch.input_ids_T, batch.position_ids_T, batch.packed, loss_mask_W=batch.weight_T), loss_func
 
     losses = get_forward_backward_func(groups)(
         forward_step_func=forward_step,

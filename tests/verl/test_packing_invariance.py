@@ -63,6 +63,7 @@ def one_update(
     loss_agg_mode: str,
     correction: RolloutCorrectionSection | None = None,
     num_prompts: int = NUM_ROWS,
+    model: dict[str, Any] | None = None,
     **fields: Any,
 ) -> tuple[dict[str, float], dict]:
     """Metrics and gradients of an update that leaves the weights where they are."""
@@ -74,16 +75,16 @@ def one_update(
         entropy_coeff=0.01,
         **fields,
     )
-    model_config = tiny_config(calculate_per_token_loss=True)
-    model = make_model(model_config, groups)
-    ddp = DistributedDataParallel(model_config, DistributedDataParallelConfig(), model, groups)
+    model_config = tiny_config(calculate_per_token_loss=True, **(model or {}))
+    policy = make_model(model_config, groups)
+    ddp = DistributedDataParallel(model_config, DistributedDataParallelConfig(), policy, groups)
     ops = reference_ops()
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.0, clip_grad=0.0), ddp, groups, ops)
     actor = MegatronPPOActor(config, model_config, groups, ops, ddp, optimizer, None, correction)
     metrics = actor.update_policy(sixty_four_rows(num_prompts))
     assert metrics["actor/skipped_steps"] == 0.0
-    biases = {name: buffer.clone() for name, buffer in model.named_buffers() if name.endswith("expert_bias")}
-    gradients = {name: weight.main_grad.clone() for name, weight in model.named_parameters()}  # type: ignore[attr-defined]
+    biases = {name: buffer.clone() for name, buffer in policy.named_buffers() if name.endswith("expert_bias")}
+    gradients = {name: weight.main_grad.clone() for name, weight in policy.named_parameters()}  # type: ignore[attr-defined]
     return metrics, gradients | biases
 
 
@@ -140,14 +141,15 @@ def test_every_loss_and_correction_agrees_over_more_micro_batches(
     _check_algorithm(groups, loss_agg_mode, algorithm, counts=(1, 2, 3, 4), budgets=(52, 256, 1000))
 
 
-def test_prompts_that_are_computed_once_change_nothing(groups: ProcessGroups) -> None:
+@pytest.mark.parametrize("model", [{}, {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3}])
+def test_prompts_that_are_computed_once_change_nothing(groups: ProcessGroups, model: dict[str, Any]) -> None:
     """Loss, gradients and the experts' biases of 16 prompts with four samples each, of which a micro-batch has some."""
     ways: list[dict[str, int | bool]] = [
         {"ppo_micro_batch_size_per_gpu": NUM_ROWS},
         {"ppo_micro_batch_size_per_gpu": NUM_ROWS, "share_prompts": "true"},
         {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 256, "share_prompts": "true"},
     ]
-    _assert_agree(groups, "token-mean", ways, {"num_prompts": 16}, abs_tolerance=1e-7)
+    _assert_agree(groups, "token-mean", ways, {"num_prompts": 16, "model": model}, abs_tolerance=1e-7)
 
 
 def _check_algorithm(
@@ -170,7 +172,8 @@ def _assert_agree(
     expected, expected_gradients = one_update(groups, loss_agg_mode, **algorithm, **ways[0])
     for way in ways[1:]:
         metrics, gradients = one_update(groups, loss_agg_mode, **algorithm, **way)
-        for name in ("actor/pg_loss", "actor/kl_loss", "actor/entropy", "actor/grad_norm"):
+        drafts = [name for name in expected if name.startswith("actor/mtp_")]
+        for name in ("actor/pg_loss", "actor/kl_loss", "actor/entropy", "actor/grad_norm", *drafts):
             assert metrics[name] == pytest.approx(expected[name], rel=TOLERANCE, abs=abs_tolerance), (way, name)
         for name, gradient in gradients.items():
             distance = (gradient - expected_gradients[name]).norm() / expected_gradients[name].norm()

@@ -276,6 +276,41 @@ def test_samples_that_share_their_prompt_train_as_whole_ones(world_size: int) ->
         assert num_samples == own.sum() + prompts[::4].sum()
 
 
+DRAFTED = replace(SHARING, model=SHARING.model | {"mtp_loss_scaling_factor": 0.3}, num_mtp=1)
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+# In "begins anew" only the first row of a sample scores the token behind the prompt.
+DRAFTS = {
+    "drafted": DRAFTED,
+    "recomputed": replace(DRAFTED, model=DRAFTED.model | FULL),
+    "begins anew": replace(DRAFTED, begins_anew=True),
+}
+DRAFT_LAYOUTS = {
+    1: {"one process": ParallelLayout()},
+    2: {"dp2 ep2": DP2_EP2, "tp2 ep2": TP2_EP2, "pp2": _layout(2, pipeline_model=2), "pp2 vpp2": PP2_VPP2},
+}
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("world_size", DRAFT_LAYOUTS)
+def test_samples_that_share_their_prompt_train_the_prediction_layer_as_whole_ones(world_size: int) -> None:
+    """That layer reads each sample's own first token at the end of the prompt, so it has whole samples."""
+    by_tokens = {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 200}
+    cases = {
+        f"{layout}, {name}": replace(case, layout=sizes, actor=by_tokens)
+        for layout, sizes in DRAFT_LAYOUTS[world_size].items()
+        for name, case in DRAFTS.items()
+    }
+    wholes = {name: replace(case, actor={"share_prompts": "false"}) for name, case in DRAFTS.items()}
+    expected = run_ranks(updates, 1, wholes)[0]
+    found = run_ranks(updates, world_size, cases)[0]
+    for name, one in found.items():
+        whole = expected[name.partition(", ")[2]]
+        assert "actor/mtp_1_loss" in whole.metrics and any("layers.4." in tensor for tensor in whole.gradients)
+        _assert_equal(name, one, whole)
+        shared_tokens, whole_tokens = (sum(n for rank in x.packed for _, n in rank) for x in (one, whole))
+        assert shared_tokens < whole_tokens, name
+
+
 def test_what_is_switched_on_is_in_the_metrics_and_the_gradient(one_process: dict[str, Updated]) -> None:
     plain, everything = one_process["plain"], one_process["everything"]
     added = {"actor/seq_load_balancing_loss", "actor/z_loss", "actor/mtp_1_loss"}

@@ -288,8 +288,11 @@ def test_experts_and_depths_and_stages() -> None:
     with pytest.raises(ConfigError, match="expert_parallel_size is 16; .* x data_parallel_size = 2 x 4 ranks: give 8"):
         _config(f"{ROLLOUT}.expert_parallel_size=16", f"{ROLLOUT}.data_parallel_size=4")
     mtp = "actor_rollout_ref.model.mtp"
-    depths = _config(f"{mtp}.enable=True", f"{mtp}.enable_train=True", f"{mtp}.detach_encoder=True")
-    assert depths.actor_rollout_ref.actor.megatron.override_transformer_config["mtp_detach_encoder"]
+    for given, detaches in (((), True), (("True",), True), (("False",), False)):
+        switches = (f"{mtp}.detach_encoder={value}" for value in given)
+        depths = _config(f"{mtp}.enable=True", f"{mtp}.enable_train=True", *switches)
+        overrides = depths.actor_rollout_ref.actor.megatron.override_transformer_config
+        assert (overrides["mtp_num_layers"], overrides["mtp_detach_encoder"]) == (1, detaches)
     layout = _config(f"{OVERRIDE}.pipeline_model_parallel_layout='Et*6/t*6/t*5/ttL'").actor_rollout_ref.actor.megatron
     assert layout.layer_counts() == (6, 6, 5, 2)
     with pytest.raises(ConfigError, match="expected stages like"):

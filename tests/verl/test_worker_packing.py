@@ -75,7 +75,7 @@ def test_parts_of_context_parallel_ranks_make_up_the_micro_batch(cp_size: int, t
         assert torch.equal(part.input_ids_T[part.token_positions_N], own_ids)
         first_col = batch["attention_mask"].argmax(-1)[part.token_rows_N]
         assert torch.equal(part.position_ids_T[part.token_positions_N], part.token_cols_N - first_col)
-        assert part.loss_mask_T.sum() == part.positions_S.numel()
+        assert part.loss_mask_W.sum() == part.positions_S.numel()
     scored = sorted((int(row), int(col)) for part in parts for row, col in zip(part.rows_S, part.cols_S, strict=True))
     assert scored == sorted((int(row), int(col)) for row, col in batch["response_mask"].nonzero())
     assert sum(part.token_rows_N.numel() for part in parts) == int(batch["attention_mask"].sum())

@@ -38,6 +38,7 @@ class Update:
         correction: between rollout and training.
         samples: rows of each prompt.
         begins_anew: samples go on in new rows twice, as several turns may.
+        optimizer: fields of OptimizerConfig; by default it leaves the weights where they are.
         gate_noise: how far routers move between the old log-prob pass and the update, as an optimizer would move them.
     """
 
@@ -50,6 +51,7 @@ class Update:
     gate_noise: float = 0.0
     samples: int = 1
     begins_anew: bool = False
+    optimizer: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -132,7 +134,7 @@ def updates(cases: dict[str, Update]) -> dict[str, Updated | None]:
 def make_actor(
     case: Update, groups: ProcessGroups, device: str = "cpu", ops: TrainOps | None = None
 ) -> tuple[HFModelConfig, DistributedDataParallel, MegatronPPOActor]:
-    """The model with random weights, the same in every layout, and an optimizer that leaves them where they are."""
+    """The model with random weights, the same in every layout, and its optimizer."""
     given = tiny_hf_config(num_hidden_layers=4, num_nextn_predict_layers=1, initializer_range=0.1)
     hf = parse_hf_config(given, source="tests").with_mtp(case.num_mtp)
     fields = {"calculate_per_token_loss": True, "params_dtype": torch.float32} | case.model
@@ -141,7 +143,8 @@ def make_actor(
     model.init_weights(7)
     model = model.to(device)
     ddp = DistributedDataParallel(model.config, DistributedDataParallelConfig(bucket_size=10_000), model, groups)
-    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.0, clip_grad=0.0), ddp, groups, ops)
+    settings = OptimizerConfig(**({"lr": 0.0, "clip_grad": 0.0} | case.optimizer))
+    optimizer = get_megatron_optimizer(settings, ddp, groups, ops)
     config = ActorConfig(
         **(
             {

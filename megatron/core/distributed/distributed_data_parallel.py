@@ -187,10 +187,11 @@ def _make_buffers(
     ddp_config: DistributedDataParallelConfig,
     groups: ProcessGroups,
 ) -> list[ParamAndGradBuffer]:
-    kinds: dict[tuple[bool, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
+    kinds: dict[tuple[bool, torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, param in named:
         if param.requires_grad:
-            kinds.setdefault((not getattr(param, "allreduce", True), param.dtype), []).append((name, param))
+            kind = not getattr(param, "allreduce", True), param.dtype, getattr(param, "has_own_norm", False)
+            kinds.setdefault(kind, []).append((name, param))
     return [
         ParamAndGradBuffer(
             name,
@@ -202,13 +203,14 @@ def _make_buffers(
             first_param=places[params[0][0]],
         )
         # Every rank must reduce its buffers in the same order, also a stage whose first parameter is an expert's.
-        for (is_expert, dtype), of_kind in sorted(kinds.items(), key=lambda kind: str(kind[0]))
-        for name, params in _buckets(_kind_name(is_expert, dtype), of_kind, ddp_config.bucket_size)
+        for (is_expert, dtype, has_own_norm), of_kind in sorted(kinds.items(), key=lambda kind: str(kind[0]))
+        for name, params in _buckets(_kind_name(is_expert, dtype, has_own_norm), of_kind, ddp_config.bucket_size)
     ]
 
 
-def _kind_name(is_expert: bool, dtype: torch.dtype) -> str:
-    return f"{'expert' if is_expert else 'dense'}_{str(dtype).removeprefix('torch.')}"
+def _kind_name(is_expert: bool, dtype: torch.dtype, has_own_norm: bool) -> str:
+    norm = "_own_norm" if has_own_norm else ""
+    return f"{'expert' if is_expert else 'dense'}_{str(dtype).removeprefix('torch.')}{norm}"
 
 
 def _buckets(
@@ -216,21 +218,21 @@ def _buckets(
 ) -> list[tuple[str, list[tuple[str, nn.Parameter]]]]:
     """Group neighbouring parameters into buckets; a bucket ends when it has ``bucket_size`` elements or more.
 
-    An embedding that two stages share has a bucket of its own: its shards then have the same bounds on both stages, so
-    that the two stages' shards of its gradient can be summed.
+    An ``alone`` embedding has a bucket of its own. Where two stages share it, its shards then have the same bounds on
+    both, so that the two stages' shards of its gradient can be summed.
     """
-    shared = [item for item in params if getattr(item[1], "shared_embedding", False)]
+    alone = [item for item in params if getattr(item[1], "alone", False)]
     buckets: list[list[tuple[str, nn.Parameter]]] = [[]]
     numel = 0
     for item in params:
-        if getattr(item[1], "shared_embedding", False):
+        if getattr(item[1], "alone", False):
             continue
         if numel >= bucket_size:
             buckets.append([])
             numel = 0
         buckets[-1].append(item)
         numel += item[1].numel()
-    named = [(f"{name}.shared_embedding", [item]) for item in shared]
+    named = [(f"{name}.embedding", [item]) for item in alone]
     if len(buckets) == 1:
         return named + ([(name, buckets[0])] if buckets[0] else [])
     return named + [(f"{name}.{index}", bucket) for index, bucket in enumerate(buckets)]

@@ -35,6 +35,7 @@ class ParamAndGradBuffer:
     first_param: place of the first parameter among all of the model's, the one whose gradient comes last ·
     is_shared_embedding: holds only an embedding that two pipeline stages have a copy of, whose shards lie alike on
     both · is_counted_elsewhere: this is the copy that the gradient norm leaves out ·
+    has_own_norm: its gradients count in a norm beside the model's, by which they are clipped ·
     decayed: parameters under weight decay · tp_duplicates: equal on all TP ranks, to be counted once ·
     tp_partial: gradients to be summed over TP · shard: the part of the buffer whose optimizer state this rank owns.
     """
@@ -60,6 +61,7 @@ class ParamAndGradBuffer:
 
         self.is_shared_embedding = any(getattr(param, "shared_embedding", False) for _, param in params)
         self.is_counted_elsewhere = any(getattr(param, "shared", False) for _, param in params)
+        self.has_own_norm = any(getattr(param, "has_own_norm", False) for _, param in params)
         assert len(params) == 1 or not self.is_shared_embedding, "a shared embedding has a buffer of its own"
 
         kinds = {name: _layout_class(name, param, is_expert) for name, param in params}

@@ -16,12 +16,12 @@ def local_square_sum(grads: Sequence[Tensor]) -> Tensor:
     return torch.stack([_square_sum(grad) for grad in grads]).sum()
 
 
-def get_grad_norm_fp32(square_sum: Tensor, grad_stats_parallel_group: dist.ProcessGroup) -> float:
-    """Root of ``square_sum`` summed over the group; each element must have been counted on exactly one rank."""
-    total = square_sum.clone()
+def get_grad_norm_fp32(square_sums: Tensor, grad_stats_parallel_group: dist.ProcessGroup) -> list[float]:
+    """Roots of ``square_sums`` summed over the group; each element must have been counted on exactly one rank."""
+    totals = square_sums.clone()
     if dist.get_world_size(grad_stats_parallel_group) > 1:
-        dist.all_reduce(total, group=grad_stats_parallel_group)
-    return total.sqrt().item()
+        dist.all_reduce(totals, group=grad_stats_parallel_group)
+    return totals.sqrt().tolist()
 
 
 def clip_coefficient(max_norm: float, total_norm: float) -> float:

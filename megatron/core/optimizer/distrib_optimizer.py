@@ -116,7 +116,7 @@ class DistributedOptimizer:
         self.ops = ops
         self.num_steps = 0
         self._num_skipped_in_row = 0
-        self.clip_coefficient = 1.0  # of the update under way
+        self.clip_coefficients = [1.0, 1.0]  # of the update under way: of the model, of what has its own norm
         self.param_groups: list[dict[str, float]] = [
             {"lr": config.lr, "weight_decay": config.weight_decay},
             {"lr": config.lr, "weight_decay": 0.0},
@@ -128,6 +128,7 @@ class DistributedOptimizer:
     def step(self, loss: Tensor | None = None) -> tuple[bool, float, int | None]:
         """Update the parameters; collective over the world. Returns (updated, gradient norm before clipping, None).
 
+        The norm leaves out what has a norm of its own, which must be finite too.
         ``loss`` is what this rank has of the step's loss, if any; one that is not finite counts as such a gradient.
         When the norm is not finite nothing changes and the first element is False on every rank; the ranks with such
         gradients log them (with ``check_for_nan_in_grad`` also the first micro-batch). The third such step in a row,
@@ -136,20 +137,21 @@ class DistributedOptimizer:
         """
         assert self.model.grads_are_final, "call finalize_model_grads() between the last backward and step()"
         self.model.finish_param_sync()  # the shards must not change while an earlier step's are still being gathered
-        square_sum = self._counted_square_sum()
+        square_sums = self._counted_square_sums()
         if loss is not None:
-            square_sum = square_sum + 0.0 * loss.detach().to(square_sum)  # NaN on all ranks, without another collective
-        grad_norm = get_grad_norm_fp32(square_sum, self.groups.world)
-        if not math.isfinite(grad_norm):
-            self._num_skipped_in_row += 1
-            self._report_non_finite(grad_norm)
-            return False, grad_norm, None
+            square_sums = square_sums + 0.0 * loss.detach().to(square_sums)  # NaN everywhere, without a collective more
+        grad_norms = get_grad_norm_fp32(square_sums, self.groups.world)
+        for grad_norm in grad_norms:
+            if not math.isfinite(grad_norm):
+                self._num_skipped_in_row += 1
+                self._report_non_finite(grad_norm)
+                return False, grad_norm, None
         self._num_skipped_in_row = 0
-        self.clip_coefficient = clip_coefficient(self.config.clip_grad, grad_norm)
+        self.clip_coefficients = [clip_coefficient(self.config.clip_grad, grad_norm) for grad_norm in grad_norms]
         self.num_steps += 1
         self._update_shards()
         self.model.start_param_sync()
-        return True, grad_norm, None
+        return True, grad_norms[0], None
 
     def zero_grad(self) -> None:
         self.model.zero_grad_buffer()
@@ -243,23 +245,25 @@ class DistributedOptimizer:
                 f"and with check_for_nan_in_grad to find the micro-batch. {'; '.join(lines)}"
             )
 
-    def _counted_square_sum(self) -> Tensor:
-        """This rank's share of the squared norm: over all ranks every parameter element is counted exactly once.
+    def _counted_square_sums(self) -> Tensor:
+        """This rank's share of the squared norms [2]: over all ranks every element is counted exactly once.
+
+        The second norm is that of the buffers that have one of their own. Both are always there and summed together, so
+        that what the second counts changes no bit of the first.
 
         Shards are disjoint over the replicas; unsharded buffers count on their first replica; weights that all TP
         ranks hold count on TP rank 0, an embedding that two stages share on the one that owns it. PP stages, experts
         and the parts of an expert are disjoint anyway. Gaps and padding are zero.
         """
-        counted = []
+        counted: tuple[list[Tensor], list[Tensor]] = [], []
         for buffer in self.model.param_and_grad_buffers:
             if buffer.is_counted_elsewhere or (buffer.num_shards == 1 and buffer.group.rank() != 0):
                 continue
             grads = buffer.grad_shard
             start, end = buffer.in_shard(buffer.tp_duplicates if self.groups.coords.tp else (0, 0))
-            counted += [part for part in (grads[:start], grads[end:]) if part.numel()]
-        if not counted:
-            return torch.zeros((), device=next(self.model.parameters()).device)
-        return local_square_sum(counted)
+            counted[buffer.has_own_norm].extend(part for part in (grads[:start], grads[end:]) if part.numel())
+        nothing = torch.zeros((), device=next(self.model.parameters()).device)
+        return torch.stack([local_square_sum(parts) if parts else nothing for parts in counted])
 
     def _new_states(self, buffer: ParamAndGradBuffer) -> list[ShardState]:
         """State for every element of the buffer's shard, one part for each device that stores some of it."""
@@ -285,7 +289,7 @@ class DistributedOptimizer:
             is_shared = isinstance(state.master, SharedTensor)
             for chunk in self._chunks(state, CHUNK_SIZE):
                 params = None if is_shared else chunk.params
-                self._adamw(chunk.state, chunk.grads, params, chunk.group, self.ops)
+                self._adamw(chunk, chunk.state, chunk.grads, params, self.ops)
 
     def _chunks(self, state: ShardState, size: int) -> Iterator[Chunk]:
         """All elements of ``state`` in chunks of at most ``size``, each with one group: decayed or undecayed."""
@@ -299,10 +303,11 @@ class DistributedOptimizer:
                 yield Chunk(state.buffer, tensors, state.params[part], state.grads[part], group)
 
     def _adamw(
-        self, state: tuple[Tensor, ...], grads: Tensor, params: Tensor | None, group: dict[str, float], ops: TrainOps
+        self, chunk: Chunk, state: tuple[Tensor, ...], grads: Tensor, params: Tensor | None, ops: TrainOps
     ) -> None:
         """One step on ``state`` and the parameters, if these are others; ``grads`` are of no use after it."""
-        betas, eps = (self.config.adam_beta1, self.config.adam_beta2), self.config.adam_eps
-        how = AdamwSettings(self.num_steps, group["lr"], betas, eps, group["weight_decay"], self.clip_coefficient)
+        betas, eps, group = (self.config.adam_beta1, self.config.adam_beta2), self.config.adam_eps, chunk.group
+        clip = self.clip_coefficients[chunk.buffer.has_own_norm]
+        how = AdamwSettings(self.num_steps, group["lr"], betas, eps, group["weight_decay"], clip)
         master, exp_avg, exp_avg_sq = state
         ops.adamw_step(master, grads, exp_avg, exp_avg_sq, how, params)

@@ -1,6 +1,7 @@
 """Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): more tokens ahead, as a loss in training only.
 
-Letters: T packed tokens of this context-parallel rank, H hidden, V vocabulary. Depth k counts from 1.
+Letters: T packed tokens of this context-parallel rank, W the same where no sequences share a prompt (each has a copy of
+its own), H hidden, V vocabulary. Depth k counts from 1.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.context_parallel import ContextShard, zigzag_indices
@@ -19,6 +21,7 @@ from megatron.core.parallel_state import ProcessGroups
 from megatron.core.tensor_parallel import collectives
 from megatron.core.tensor_parallel.checkpoint import checkpoint
 from megatron.core.tensor_parallel.layers import SequenceToSequenceLinear
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.moe.aux_loss import AuxLossScaler
 from megatron.core.transformer.moe.router import without_counting
 from megatron.core.transformer.norm import RMSNorm
@@ -63,6 +66,13 @@ class MultiTokenPredictionBlock(nn.Module):
     no loss at depth k when token i+k of its sequence does not exist or is padding: no sequence sees another. With full
     recompute only the input of each depth's layer and of its logits is kept.
 
+    Sequences that share a prompt are whole here: each goes on behind it with a token of its own, which a depth reads at
+    the prompt's last token already.
+
+    With ``mtp_detach_encoder`` the loss trains the depths alone: hidden state, embedding and output layer are constants
+    to it. The depths' gradients then have a norm of their own (``has_own_norm``), so that the main model is clipped and
+    updated, to the bit, as without the loss.
+
     Differs from the paper: the hidden state of the main model and of each depth is taken behind its final norm (as
     upstream and the engines that speculate with these layers take it), and the mean counts the tokens that have a loss.
     """
@@ -73,6 +83,9 @@ class MultiTokenPredictionBlock(nn.Module):
         self.config, self.groups = config, groups
         depths = range(1, config.mtp_num_layers + 1)
         self.layers = nn.ModuleList(MultiTokenPredictionLayer(config, groups, ops, depth) for depth in depths)
+        if config.mtp_detach_encoder:
+            for param in self.parameters():
+                param.has_own_norm = True  # type: ignore[attr-defined]
         self.aux_loss_scaler = AuxLossScaler()
         self.loss_totals: Tensor | None = None  # [depths, 2] for the log: sum of losses, sum of weights
 
@@ -81,7 +94,7 @@ class MultiTokenPredictionBlock(nn.Module):
         hidden_TH: Tensor,
         input_ids_T: Tensor,
         labels_T: Tensor | None,
-        loss_mask_T: Tensor | None,
+        loss_mask_W: Tensor | None,
         rotary_cos_sin: Rotary,
         params: PackedSeqParams,
         embed: Callable[[Tensor], Tensor],
@@ -89,19 +102,27 @@ class MultiTokenPredictionBlock(nn.Module):
     ) -> Tensor:
         """Return hidden_TH [T/TP, H] unchanged, with the loss attached.
 
-        labels_T: what the main model predicts at each token (None: the next token of its sequence) and loss_mask_T the
-        weight of that prediction (None: 1). embed: ids [T] -> [T/TP, H]; token_losses: ([T/TP, H], labels [T]) ->
-        float32 [T].
+        labels_T: what the main model predicts at each token (None, as it must be where prompts are shared: the next
+        token of its sequence) and loss_mask_W the weight of that prediction (None: 1). embed: ids [T] -> [T/TP, H];
+        token_losses: ([T/TP, H], labels [T]) -> float32 [T].
         """
+        before_TH = hidden_TH.detach() if self.config.mtp_detach_encoder else hidden_TH
+        if params.shared_prompts is not None:
+            assert labels_T is None, "a prompt that sequences share has no single label at its last token"
+            given = (before_TH, input_ids_T, rotary_cos_sin, params)
+            before_TH, input_ids_T, rotary_cos_sin, params = _whole_sequences(*given, self.groups)
         tokens = _TokensAhead(params, self.groups, input_ids_T.device)
-        mask_T = torch.ones_like(input_ids_T, dtype=torch.float32) if loss_mask_T is None else loss_mask_T.float()
+        mask_T = torch.ones_like(input_ids_T, dtype=torch.float32)
+        if loss_mask_W is not None:
+            mask_T = F.pad(loss_mask_W.float(), (0, len(mask_T) - len(loss_mask_W)))
         if params.is_padding_T is not None:
             mask_T = mask_T.masked_fill(params.is_padding_T.to(mask_T.device), 0.0)
-        losses, totals, before_TH = [], [], hidden_TH.detach() if self.config.mtp_detach_encoder else hidden_TH
+        losses, totals = [], []
         for depth, layer in enumerate(self.layers, start=1):
             ids_T, is_real_T = tokens.ahead(input_ids_T, depth)
             at_depth = replace(params, is_padding_T=~is_real_T, routing=None)  # rollouts have no such layers to replay
-            before_TH = self._run(layer, embed(ids_T), before_TH, rotary_cos_sin, at_depth)
+            embedded_TH = embed(ids_T).detach() if self.config.mtp_detach_encoder else embed(ids_T)
+            before_TH = self._run(layer, embedded_TH, before_TH, rotary_cos_sin, at_depth)
             if labels_T is None:
                 target_T, has_target_T = tokens.ahead(input_ids_T, depth + 1)
             else:
@@ -149,6 +170,32 @@ def collect_mtp_losses(model: nn.Module, config: TransformerConfig, groups: Proc
     for group in (groups.dp_cp, groups.pp):
         collectives.all_reduce(totals, group)
     return (totals[:, 0] / totals[:, 1].clamp(min=1e-9)).tolist()
+
+
+def _whole_sequences(
+    hidden_TH: Tensor, ids_T: Tensor, rotary_cos_sin: Rotary, params: PackedSeqParams, groups: ProcessGroups
+) -> tuple[Tensor, Tensor, Rotary, PackedSeqParams]:
+    """Give every sequence its own copy of the prompt that it shares; the gradients of the copies are summed.
+
+    A dummy sequence at the end makes the tokens a multiple of TP.
+    """
+    assert params.shared_prompts is not None
+    size, rank = groups.tp.size(), groups.tp.rank()
+    num_tokens = len(params.shared_prompts.computed_F)
+    num_dummy = -num_tokens % size
+    computed_W = F.pad(params.shared_prompts.computed_F, (0, num_dummy))  # of the dummy any token
+    is_padding_W, bounds = None, params.cu_seqlens
+    if params.is_padding_T is not None:
+        is_padding_W = params.is_padding_T[computed_W]
+    if num_dummy:
+        is_dummy_W = torch.arange(num_tokens + num_dummy, device=computed_W.device) >= num_tokens
+        is_padding_W = is_dummy_W if is_padding_W is None else is_padding_W | is_dummy_W
+        bounds = F.pad(bounds, (0, 1), value=num_tokens + num_dummy)
+    mine = computed_W.chunk(size)[rank]
+    whole_WH = gather_from_sequence_parallel_region(hidden_TH, groups.tp).index_select(0, mine)
+    cos, sin = (x.index_select(0, computed_W) for x in rotary_cos_sin)
+    whole = PackedSeqParams(bounds, max(params.max_seqlen, num_dummy), is_padding_W)
+    return whole_WH, ids_T[computed_W], (cos, sin), whole
 
 
 class _TokensAhead:

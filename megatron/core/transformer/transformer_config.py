@@ -63,7 +63,7 @@ class TransformerConfig(ModelParallelConfig):
 
     mtp_num_layers: int | None = None  # depths of multi-token prediction; None: none
     mtp_loss_scaling_factor: float = 0.1  # weight of the mean of their losses
-    mtp_detach_encoder: bool = False  # their losses train the depths alone, not the layers before them
+    mtp_detach_encoder: bool = False  # their losses train the depths alone, nothing of the main model
 
     num_moe_experts: int | None = None
     moe_ffn_hidden_size: int | None = None  # width of one expert

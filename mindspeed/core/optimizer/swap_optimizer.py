@@ -71,7 +71,7 @@ class SwapOptimizer(DistributedOptimizer):
         streams.finish()
 
     def _update(self, chunk: Chunk, on_device: tuple[Tensor, ...]) -> None:
-        self._adamw(on_device, chunk.grads, chunk.params, chunk.group, self.ops)
+        self._adamw(chunk, on_device, chunk.grads, chunk.params, self.ops)
 
 
 def get_swap_optimizer(

@@ -117,7 +117,11 @@ def _translate_role(given: Given, role: str) -> None:
 
 
 def _translate_mtp(given: Given) -> None:
-    """``model.mtp``: depths of multi-token prediction that are trained."""
+    """``model.mtp``: depths of multi-token prediction that are trained.
+
+    Unlike verl's, their losses are detached unless ``detach_encoder`` is False: they keep drafts current, and the
+    policy learns from its own loss alone.
+    """
     values = given.values
     asked = {name: values.pop(f"{_MODEL}.mtp.{name}", None) for name in ("enable", "enable_train", "detach_encoder")}
     factor = values.pop(f"{_MODEL}.mtp.mtp_loss_scaling_factor", None)
@@ -126,8 +130,7 @@ def _translate_mtp(given: Given) -> None:
     _set_default(given, f"{_OVERRIDE}.mtp_num_layers", 1)
     if factor is not None:
         _set_default(given, f"{_OVERRIDE}.mtp_loss_scaling_factor", factor)
-    if asked["detach_encoder"]:
-        _set_default(given, f"{_OVERRIDE}.mtp_detach_encoder", True)
+    _set_default(given, f"{_OVERRIDE}.mtp_detach_encoder", asked["detach_encoder"] is not False)
 
 
 def _translate_experts(given: Given) -> None:

@@ -3,7 +3,8 @@
 Letters: B rows of the padded batch; b the sequences of the chosen ones, more than one of a row where a sample of
 several turns has begun anew; L columns of a row, P of its prompt, R of its response; n real tokens of the sequences, s
 their scored tokens; F tokens of the whole sequences with padding and dummy, q these with the dummy, r tokens of a
-prompt that another sequence computes. What is left on this context-parallel rank: T of F, N of n, S of s.
+prompt that another sequence computes. What is left on this context-parallel rank: T of F, N of n, S of s;
+W are its tokens where each sequence has a copy of a prompt that others share, else T.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class PackedMicroBatch:
         places_2S: ``rows_S`` and ``cols_S`` where the loss is computed, int64 [2, S].
         members_M: the rows that were packed, the same on all context-parallel ranks, int64 [M].
         positions_S: the packed position whose logits predict a scored token, int64 [S].
+        whole_positions_S: that position where each sequence has its own copy of a prompt that others share, int64 [S].
         labels_S: the scored tokens, int64 [S].
         input_ids_T, position_ids_T: int64 [T].
         packed_seq_params: cumulative lengths of the whole sequences, on the host; the last one may be a dummy.
@@ -53,6 +55,7 @@ class PackedMicroBatch:
     places_2S: Tensor
     members_M: Tensor
     positions_S: Tensor
+    whole_positions_S: Tensor
     labels_S: Tensor
     input_ids_T: Tensor
     position_ids_T: Tensor
@@ -63,10 +66,12 @@ class PackedMicroBatch:
         return int(self.input_ids_T.numel())
 
     @property
-    def loss_mask_T(self) -> Tensor:
-        """1 where the prediction of the next token is scored, fp32 [T]."""
-        mask_T = torch.zeros(self.num_tokens, device=self.input_ids_T.device)
-        return mask_T.index_fill_(0, self.positions_S, 1.0)
+    def loss_mask_W(self) -> Tensor:
+        """1 where the prediction of the next token is scored, fp32 [W]."""
+        shared = self.packed_seq_params.shared_prompts
+        num_tokens = self.num_tokens if shared is None else len(shared.computed_F)
+        mask_W = torch.zeros(num_tokens, device=self.input_ids_T.device)
+        return mask_W.index_fill_(0, self.whole_positions_S, 1.0)
 
     def to(self, device: torch.device) -> PackedMicroBatch:
         """The micro-batch for a model on ``device``: copies from pinned memory, for which the host does not wait."""
@@ -75,15 +80,17 @@ class PackedMicroBatch:
         params = self.packed_seq_params
         is_padding_T = () if params.is_padding_T is None else (params.is_padding_T.long(),)
         tokens = (self.input_ids_T, self.position_ids_T, *is_padding_T)
-        parts = (self.places_2S.flatten(), self.members_M, self.positions_S, self.labels_S, *tokens)
+        scored = (self.positions_S, self.whole_positions_S, self.labels_S)
+        parts = (self.places_2S.flatten(), self.members_M, *scored, *tokens)
         moved = async_h2d(torch.cat(parts), device).split([len(part) for part in parts])
-        places, members_M, positions_S, labels_S, ids_T, position_ids_T, *padding = moved
+        places, members_M, positions_S, whole_positions_S, labels_S, ids_T, position_ids_T, *padding = moved
         shared = params.shared_prompts
         return replace(
             self,
             places_2S=places.view(2, -1),
             members_M=members_M,
             positions_S=positions_S,
+            whole_positions_S=whole_positions_S,
             labels_S=labels_S,
             input_ids_T=ids_T,
             position_ids_T=position_ids_T,
@@ -215,6 +222,7 @@ def pack_micro_batch(
     is_here_s, is_here_n = local_F[positions_s] >= 0, local_F[positions_n] >= 0
     shared = _shared_prompts(local_F, order_T, lengths_q, first_b, mask_bP.sum(-1)) if num_repeated else None
     places_2S = torch.stack((chosen[rows_s[is_here_s]], cols_s[is_here_s]))
+    positions_S = local_F[positions_s[is_here_s]]
     return PackedMicroBatch(
         rows_S=places_2S[0],
         cols_S=places_2S[1],
@@ -224,7 +232,8 @@ def pack_micro_batch(
         token_is_kept_N=~own_bL[rows_n, cols_n][is_here_n],
         places_2S=places_2S,
         members_M=members,
-        positions_S=local_F[positions_s[is_here_s]],
+        positions_S=positions_S,
+        whole_positions_S=positions_S if shared is None else positions_s,
         labels_S=ids_F[positions_s[is_here_s] + 1],
         input_ids_T=ids_F[order_T],
         position_ids_T=position_ids_F[order_T],

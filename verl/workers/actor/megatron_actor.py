@@ -285,12 +285,12 @@ class MegatronPPOActor:
 
         def forward_step(iterator: Iterator[PackedMicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable]:
             micro = next(iterator)
-            loss_mask_T = micro.loss_mask_T if has_mtp else None
+            loss_mask_W = micro.loss_mask_W if has_mtp else None
             output = model(
                 micro.input_ids_T,
                 micro.position_ids_T,
                 micro.packed_seq_params,
-                loss_mask_T=loss_mask_T,
+                loss_mask_W=loss_mask_W,
                 scored_S=micro.positions_S,
             )
             return output, lambda logits_SV: loss_func(logits_SV, micro)

@@ -155,9 +155,9 @@ class ActorConfig(Section):
     recompute_old_log_prob: str = key("auto", _SWITCH)
     #: compute a prompt once for all of its samples in a micro-batch; attention alone sees whole samples. They stay
     #: together on a rank and in its micro-batches, where limits of tokens count the prompt once. It changes rounding,
-    #: and nothing else. Context parallelism, multi-token prediction, ``seq_aux_loss`` and replayed routing need whole
-    #: sequences: with one of them ``auto`` shares nothing, and ``True`` is refused. ``auto`` shares nothing on an NPU,
-    #: where attention would copy prompts.
+    #: and nothing else. Context parallelism, ``seq_aux_loss`` and replayed routing need whole sequences: with one of
+    #: them ``auto`` shares nothing, and ``True`` is refused. ``auto`` shares nothing on an NPU, where attention would
+    #: copy prompts. The layers of multi-token prediction compute whole sequences in any case.
     share_prompts: str = key("auto", _SWITCH, names={"0.9.0": "use_prefix_grouper"})
     load_weight: bool = True  #: load the weights; False initialises actor and reference at random.
     optim: McoreOptimizerConfig = key(McoreOptimizerConfig)
@@ -221,8 +221,6 @@ class ActorConfig(Section):
             yield f"megatron.context_parallel_size is {cp}"
         if self.replays_routing:
             yield f"router_replay.mode is {self.router_replay.mode}"
-        if overrides.get("mtp_num_layers"):
-            yield "megatron.override_transformer_config.mtp_num_layers is above 0"
         if overrides.get("moe_router_load_balancing_type") == "seq_aux_loss":
             yield "megatron.override_transformer_config.moe_router_load_balancing_type is seq_aux_loss"
 

@@ -107,7 +107,9 @@ _FIELDS = members(
     cp_send_latents=(_FLAG, beside("context_parallel_size", 1)),
     mtp_num_layers=_count(0),  #: depths of multi-token prediction that are trained; 0 means none.
     mtp_loss_scaling_factor=(_number(0), _NO_MTP),  #: weight of the mean of their losses.
-    mtp_detach_encoder=(_FLAG, _NO_MTP),  #: their losses train the depths alone, not the layers before them.
+    #: their losses train the depths alone, and nothing that the model has without them: its update is the same to the
+    #: bit. Depths are then clipped by a norm of their own, which is not in ``actor/grad_norm``.
+    mtp_detach_encoder=(_FLAG, _NO_MTP),
     moe_aux_loss_coeff=(_number(0), _NO_BALANCE),  #: weight of the loss that balances experts.
     moe_z_loss_coeff=_number(0),  #: weight of the loss that keeps the router's logits small.
     #: whether that loss balances experts over the micro-batch or over each sequence.

@@ -1,12 +1,14 @@
 """One pipeline stage of a decoder-only language model over packed tokens, or its chunks in virtual stages.
 
-Letters: T packed tokens (all sequences of a micro-batch, a multiple of TP), H hidden, V vocabulary.
+Letters: T packed tokens (all sequences of a micro-batch, a multiple of TP), W the same with a copy of a shared prompt
+for each of its sequences, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,7 +51,8 @@ class GPTModel(nn.Module):
     multi-token prediction embeds with it. Where the embedding is on another stage, the last one has a copy under
     upstream's name (``output_layer.weight``, with MTP ``embedding.word_embeddings.weight``). Both are marked
     ``shared_embedding``, the copy also ``shared`` (it does not count in norms); ``finalize_model_grads`` adds up their
-    gradients, so that they stay equal.
+    gradients, so that they stay equal. Without a copy too, the embedding of several stages is ``alone`` in its buffer:
+    norms then add up in one order with and without multi-token prediction.
     """
 
     def __init__(
@@ -97,7 +100,7 @@ class GPTModel(nn.Module):
         position_ids_T: Tensor,
         packed_seq_params: PackedSeqParams,
         labels_T: Tensor | None = None,
-        loss_mask_T: Tensor | None = None,
+        loss_mask_W: Tensor | None = None,
         scored_S: Tensor | None = None,
     ) -> Tensor:
         """All TP ranks pass the same T ids (T a multiple of TP: append a dummy sequence to ``cu_seqlens``).
@@ -109,7 +112,7 @@ class GPTModel(nn.Module):
         scores no prediction inside a prompt.
 
         In training the losses of multi-token prediction are attached to the result (``MultiTokenPredictionBlock``);
-        loss_mask_T, the weight of each token's own prediction, is for them only: the caller weights the main loss.
+        loss_mask_W, the weight of each token's own prediction, is for them only: the caller weights the main loss.
         """
         tp_size = self.groups.tp.size()
         assert input_ids_T.shape[0] % tp_size == 0, f"{input_ids_T.shape[0]} tokens are not a multiple of TP {tp_size}"
@@ -123,8 +126,9 @@ class GPTModel(nn.Module):
         if not self.post_process:
             return hidden_TH
         if self.mtp is not None and self.training and torch.is_grad_enabled():
-            inputs = (hidden_TH, input_ids_T, labels_T, loss_mask_T, rotary_cos_sin, packed_seq_params)
-            hidden_TH = self.mtp(*inputs, embed=self.embedding, token_losses=self._token_losses)
+            inputs = (hidden_TH, input_ids_T, labels_T, loss_mask_W, rotary_cos_sin, packed_seq_params)
+            losses = partial(self._token_losses, trains_output=not self.config.mtp_detach_encoder)
+            hidden_TH = self.mtp(*inputs, embed=self.embedding, token_losses=losses)
         if labels_T is not None:
             return self._token_losses(hidden_TH, labels_T)
         if scored_S is None:
@@ -133,13 +137,15 @@ class GPTModel(nn.Module):
             return self._logits(hidden_TH, scored_S.new_zeros(1))[:0]
         return self._logits(hidden_TH, scored_S)
 
-    def _logits(self, hidden_TH: Tensor, rows_S: Tensor | None = None) -> Tensor:
-        weight = self.shared_embedding_or_output_weight() if self.is_output_tied else None
-        logits: Tensor = self.output_layer(hidden_TH, weight, rows_S)
+    def _logits(self, hidden_TH: Tensor, rows_S: Tensor | None = None, trains_output: bool = True) -> Tensor:
+        weight = self.shared_embedding_or_output_weight() if self.is_output_tied else self.output_layer.weight
+        assert weight is not None
+        logits: Tensor = self.output_layer(hidden_TH, weight if trains_output else weight.detach(), rows_S)
         return logits
 
-    def _token_losses(self, hidden_TH: Tensor, labels_T: Tensor) -> Tensor:
-        return vocab_parallel_cross_entropy(self._logits(hidden_TH), labels_T, self.groups.tp, self.ops)
+    def _token_losses(self, hidden_TH: Tensor, labels_T: Tensor, trains_output: bool = True) -> Tensor:
+        logits = self._logits(hidden_TH, trains_output=trains_output)
+        return vocab_parallel_cross_entropy(logits, labels_T, self.groups.tp, self.ops)
 
     def set_input_tensor(self, input_tensor: Tensor | None) -> None:
         """Set the hidden state [T/TP, H] of the previous stage for the next ``forward``; the first stage ignores it."""
@@ -155,7 +161,10 @@ class GPTModel(nn.Module):
     def _mark_shared_embedding(self) -> None:
         is_needed_last = self.config.share_embeddings_and_output_weights or self.config.mtp_num_layers is not None
         weight = self.shared_embedding_or_output_weight()
-        if weight is None or not is_needed_last or (self.pre_process and self.post_process):
+        if weight is None or (self.pre_process and self.post_process):
+            return
+        weight.alone = True  # type: ignore[attr-defined]
+        if not is_needed_last:
             return
         weight.shared_embedding = True  # type: ignore[attr-defined]
         weight.shared = not self.pre_process  # type: ignore[attr-defined]

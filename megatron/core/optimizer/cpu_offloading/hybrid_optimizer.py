@@ -109,7 +109,7 @@ class HybridDeviceOptimizer(DistributedOptimizer):
         _copy(chunk.grads.to(slot.dtype), slot)  # cast on the device, so that the narrow values travel
 
     def _update_on_host(self, chunk: Chunk, grads: Tensor, params: Tensor) -> None:
-        self._adamw(chunk.state, grads, params, chunk.group, self.host_ops)
+        self._adamw(chunk, chunk.state, grads, params, self.host_ops)
 
     def _grad_slot(self, chunk: Chunk, index: int) -> Tensor:
         return self._slot(f"gradients {self._grad_dtype(chunk.buffer)}", chunk, index)
