@@ -191,6 +191,13 @@ def test_shared_prompts_are_refused_with_what_needs_whole_sequences() -> None:
         assert "share_prompts" not in "\n".join(validate_config(config))
 
 
+def test_drafts_of_the_prediction_layer_need_one() -> None:
+    drafts = "actor_rollout_ref.rollout.speculative_config={method:mtp,num_speculative_tokens:1}"
+    layer = "+actor_rollout_ref.actor.megatron.override_transformer_config.mtp_num_layers=1"
+    assert "has no prediction layer" in "\n".join(validate_config(load_config([*RUNNABLE, drafts])))
+    assert not validate_config(load_config([*RUNNABLE, drafts, layer]))
+
+
 def test_samples_share_their_prompt_unless_something_forbids_it() -> None:
     def reason(device: str, *given: str) -> str:
         return load_config([*RUNNABLE, *given]).actor_rollout_ref.actor.skip_sharing_reason(device)

@@ -293,6 +293,12 @@ def test_experts_and_depths_and_stages() -> None:
         depths = _config(f"{mtp}.enable=True", f"{mtp}.enable_train=True", *switches)
         overrides = depths.actor_rollout_ref.actor.megatron.override_transformer_config
         assert (overrides["mtp_num_layers"], overrides["mtp_detach_encoder"]) == (1, detaches)
+    drafts = _config(f"{mtp}.enable=True", f"{mtp}.enable_rollout=True", f"{mtp}.num_speculative_tokens=2")
+    overrides = drafts.actor_rollout_ref.actor.megatron.override_transformer_config
+    assert (overrides["mtp_num_layers"], overrides["mtp_loss_scaling_factor"]) == (1, 0.0)
+    given = drafts.actor_rollout_ref.rollout.speculative_config
+    assert dict(given) == {"method": "mtp", "num_speculative_tokens": 2}
+    assert not _config(f"{mtp}.enable_rollout=True").actor_rollout_ref.rollout.speculative_config
     layout = _config(f"{OVERRIDE}.pipeline_model_parallel_layout='Et*6/t*6/t*5/ttL'").actor_rollout_ref.actor.megatron
     assert layout.layer_counts() == (6, 6, 5, 2)
     with pytest.raises(ConfigError, match="expected stages like"):

@@ -117,17 +117,24 @@ def _translate_role(given: Given, role: str) -> None:
 
 
 def _translate_mtp(given: Given) -> None:
-    """``model.mtp``: depths of multi-token prediction that are trained.
+    """``model.mtp``: a depth of multi-token prediction that is trained, that drafts for the rollout, or both.
 
-    Unlike verl's, their losses are detached unless ``detach_encoder`` is False: they keep drafts current, and the
-    policy learns from its own loss alone.
+    Unlike verl's, its loss is detached unless ``detach_encoder`` is False: it keeps drafts current, and the policy
+    learns from its own loss alone. Without ``enable_train`` it weighs nothing.
     """
     values = given.values
-    asked = {name: values.pop(f"{_MODEL}.mtp.{name}", None) for name in ("enable", "enable_train", "detach_encoder")}
+    names = ("enable", "enable_train", "enable_rollout", "detach_encoder", "num_speculative_tokens")
+    asked = {name: values.pop(f"{_MODEL}.mtp.{name}", None) for name in names}
     factor = values.pop(f"{_MODEL}.mtp.mtp_loss_scaling_factor", None)
-    if not (asked["enable"] and asked["enable_train"]):
+    if not (asked["enable"] and (asked["enable_train"] or asked["enable_rollout"])):
         return
     _set_default(given, f"{_OVERRIDE}.mtp_num_layers", 1)
+    if asked["enable_rollout"]:
+        _set_default(given, f"{_ROLLOUT}.speculative_config.method", "mtp")
+        _set_default(
+            given, f"{_ROLLOUT}.speculative_config.num_speculative_tokens", asked["num_speculative_tokens"] or 1
+        )
+    factor = factor if asked["enable_train"] else 0.0
     if factor is not None:
         _set_default(given, f"{_OVERRIDE}.mtp_loss_scaling_factor", factor)
     _set_default(given, f"{_OVERRIDE}.mtp_detach_encoder", asked["detach_encoder"] is not False)

@@ -32,7 +32,10 @@ _NO_FUNCTIONS = "multi_turn.tool_config_path or multi_turn.environment has the t
 _EXACT_TOKENS = "a row is what the engine was given and sampled; text is never tokenised again"
 _NO_TEACHER, _NO_SPARSE = "there is no distillation", "there is no sparse attention (DSA)"
 _ADAMW, _SCHEDULE, _TEXTS = "the optimizer is AdamW", "lr_decay_style is the schedule", "prompts are texts"
-_SPECULATION, _PLANNED = "drafts are those of rollout.speculative_config", "the order of steps is trainer.schedule's"
+_SPECULATION, _PLANNED = (
+    "drafts are those of vLLM's keys, mtp.num_speculative_tokens of them",
+    "the order of steps is trainer.schedule's",
+)
 _SAVED = "trainer.save_rollouts writes batches, and trainer.train_only trains on them"
 _GRAPHS = ("FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "FULL", "PIECEWISE")
 
@@ -59,7 +62,8 @@ _TABLE: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     (_MODEL, "lora_rank lora.rank", (0,), _NO_LORA),
     (_MODEL, "lora_alpha lora.* target_modules exclude_modules", _ANY, _NO_LORA),
     (_MODEL, "lora_adapter_path tokenizer_path hf_config_path", (None,), "the folder model.path has all of the model"),
-    (_MODEL, "mtp.enable_rollout mtp.speculative* mtp.num_speculative_tokens mtp.method", _ANY, _SPECULATION),
+    (_MODEL, "mtp.speculative*", _ANY, _SPECULATION),
+    (_MODEL, "mtp.method", ("mtp",), _SPECULATION),
     (_ROLES, "use_fused_kernels", _FLAG, _OPS),
     ("", "data.use_shm actor_rollout_ref.model.use_shm", _FLAG, "files are read where they are"),
     ("*.override_*config", "attention_dropout hidden_dropout embd_pdrop resid_pdrop", (0.0,), "there is no dropout"),
