@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from vllm.entrypoints.openai.cli_args import parse_args
 from vllm.v1.engine.llm_engine import StepLimits
 from vllm.v1.request import Request
 from vllm.v1.sample.extras import SamplingExtras
+from vllm.v1.spec_decode.draft_length import StepCosts
 from vllm.v1.spec_decode.suffix_automaton import NativeSuffixAutomaton, SuffixAutomaton
 
 VOCAB, MAX_LEN = 12, 96
@@ -109,6 +111,8 @@ def run(llm: LLM, requests: list[Request], cuts: list[tuple[int, bool]]) -> list
 def test_any_requests_end_as_without_drafts(path: str, method: str, way: dict[str, Any]) -> None:
     plain = make_llm(path, None, **way)
     engines = [make_llm(path, {"method": method, "num_speculative_tokens": k}, **way) for k in (1, 2, 3, 5, 7)]
+    for engine in engines[::2]:  # many rows do not pay: the prediction layer stops and goes on
+        engine.engine.core.scheduler.speculation.costs = StepCosts(*[np.maximum(9, np.arange(50))] * 2, np.ones(50))
 
     @settings(
         max_examples=6,

@@ -316,7 +316,7 @@ class ActorRolloutRefWorker(Worker, DistProfilerExtension):
         self.row_store = self.new_row_store()
         shards = {rank: self.rollout.rank_shards(rank) for rank in range(self.groups.layout.world_size)}
         plan = self.build_transfer_plan(
-            self.hf_config,
+            trained_model(self.hf_config, self.config.actor.megatron),
             self.groups.layout,
             next(self.actor_module.module.parameters()).dtype,
             shards,
