@@ -103,7 +103,8 @@ CHARTS = (
     ),
 )
 
-TURN_CHARTS = (
+# Of runs that have such metrics.
+SPECIAL_CHARTS = (
     Chart(
         "turns",
         "Turns of a sample",
@@ -117,6 +118,14 @@ TURN_CHARTS = (
         "seconds, mean of a step",
         {"decode": "timing_s/decode/mean", "tools": "timing_s/environment/mean", "waiting": "timing_s/waiting/mean"},
     ),
+    Chart(
+        "acceptance",
+        "Acceptance length",
+        "tokens of a sample in a step that verifies drafts",
+        {"length": "perf/acceptance_length"},
+        "{:.2f}",
+    ),
+    Chart("mtp_loss", "Loss of the prediction layer", "nats per token", {"depth 1": "actor/mtp_1_loss"}),
 )
 
 # What the live page shows of them: each costs time of a machine that trains.

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.report.curves import CHARTS, LIVE_CHARTS, TURN_CHARTS, Chart, as_svg
+from tools.report.curves import CHARTS, LIVE_CHARTS, SPECIAL_CHARTS, Chart, as_svg
 from tools.report.learning import signs_of, verdict
 from tools.report.phases import LABELS, STEP, phases
 from tools.report.run_data import RunData, is_finite
@@ -35,7 +35,7 @@ def render(run: RunData) -> str:
         [
             _head(run),
             _learning(run),
-            _curves(run, (*CHARTS, *(TURN_CHARTS if run.series("num_turns/mean") else ()))),
+            _curves(run, (*CHARTS, *_special_charts(run))),
             _phases(run),
             _transcripts(run),
             _data(run),
@@ -61,6 +61,10 @@ def document(title: str, body: str, policy: str) -> str:
 def live_body(run: RunData, step: int, samples: Sequence[dict[str, Any]]) -> str:
     """What the live page shows; ``samples``: some of training step ``step``, as the reward ledger has them."""
     return _head(run) + _curves(run, LIVE_CHARTS) + _transcripts(run) + _samples(step, samples)
+
+
+def _special_charts(run: RunData) -> list[Chart]:
+    return [chart for chart in SPECIAL_CHARTS if any(map(run.series, chart.curves.values()))]
 
 
 def _head(run: RunData) -> str:

@@ -20,6 +20,7 @@ _CONSOLE = (
     ("actor/kl_loss", "kl {:.2e}"),
     ("actor/grad_norm", "grad {:.3f}"),
     ("training/rollout_probs_diff_max", "probs_diff_max {:.1e}"),
+    ("perf/acceptance_length", "accepted {:.2f}"),
     ("perf/throughput", "{:.0f} tok/s/device"),
     ("perf/cpu_memory_used_gb", "host {:.2f} GB"),
     ("perf/max_memory_allocated_gb", "device {:.2f} GB"),
