@@ -51,6 +51,7 @@ def test_no_other_number_of_drafts_gives_more_tokens_a_second(
 def test_costs_between_and_beyond_what_was_measured() -> None:
     costs = interpolated({1: 2.0, 2: 3.0, 8: 6.0}, 16)
     assert costs[[1, 2, 5, 8, 16]].tolist() == [2.0, 3.0, 4.5, 6.0, 12.0]
+    assert interpolated({1: 2.0, 2: 30.0, 4: 6.0}, 4).tolist() == [2.0, 2.0, 6.0, 6.0, 6.0]
 
 
 def test_chances_follow_what_was_right_of_late() -> None:

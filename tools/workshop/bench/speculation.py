@@ -1,23 +1,33 @@
 """``python -m tools.workshop.bench.speculation``: generation with drafts beside generation without them, in turns.
 
-All engines are alive in one process and take the rounds in turns, on the same prompts and threads. Every round of an
-engine that remembers texts begins without any. Figures are medians over rounds; tokens must be those without drafts.
+All engines are alive in one process and take the rounds in turns, on the same prompts and threads. Figures are medians
+over rounds; tokens must be those without drafts. Every round of an engine that remembers texts begins without any, or
+with those that the model in ``--before``, an earlier checkpoint of the same run, gives to the same prompts. ``limit``
+is what the verified drafts give at most by the engine's measured costs: tokens of a step over its cost.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+import numpy as np
+from safetensors import safe_open
+from torch import Tensor
 
 from verl.utils.tokenizer import hf_tokenizer
 from vllm import LLM, SamplingParams
 
 WAYS = ("ngram:2", "ngram:4", "ngram:7", "suffix:2", "suffix:4", "suffix:7")
+VLLM_PROGRAM = Path(__file__).parent / "engines" / "vllm_drafts.py"
+VLLM_LIMIT_S = 3600
+_CACHE_GB = 4
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,14 +40,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=3, help="timed rounds, after one warm-up")
     parser.add_argument("--ways", nargs="+", default=WAYS, help=f"method:num_speculative_tokens, as {WAYS[0]}")
+    parser.add_argument("--fixed", action="store_true", help="verify every draft, whether or not that pays")
+    parser.add_argument("--before", type=Path, help="an earlier checkpoint, whose answers engines remember")
+    parser.add_argument("--vllm-python", type=Path, help="the interpreter of an environment with vLLM, for its n-grams")
     args = parser.parse_args(argv)
     prompts = read_prompts(args.model, args.prompts, args.num_prompts)
     for sequences in args.sequences:
-        engines = {"off": make_engine(args.model, sequences, None)}
-        engines |= {way: make_engine(args.model, sequences, way) for way in args.ways}
+        engines = {"off": make_engine(args.model, sequences, None, False)}
+        engines |= {way: make_engine(args.model, sequences, way, not args.fixed) for way in args.ways}
         for temperature in args.temperatures:
             params = SamplingParams(temperature=temperature, max_tokens=args.new_tokens, seed=7)
-            report(engines, prompts, params, sequences, args.rounds)
+            measure(engines, prompts, params, sequences, args)
+            if args.vllm_python is not None:
+                beside_vllm(prompts, params, sequences, args)
     return 0
 
 
@@ -55,24 +70,24 @@ def read_prompts(model: Path, path: Path, count: int) -> list[Any]:
     return [{"prompt_token_ids": tokenizer(text, add_special_tokens=False)["input_ids"]} for text in texts]
 
 
-def make_engine(model: Path, sequences: int, way: str | None) -> LLM:
+def make_engine(model: Path, sequences: int, way: str | None, adapts: bool) -> LLM:
     drafts = None
     if way is not None:
         method, _, count = way.partition(":")
-        drafts = {"method": method, "num_speculative_tokens": int(count)}
+        drafts = {"method": method, "num_speculative_tokens": int(count), "adaptive": adapts}
     return LLM(str(model), max_num_seqs=sequences, enforce_eager=None, speculative_config=drafts)
 
 
-def report(engines: dict[str, LLM], prompts: list[Any], params: SamplingParams, sequences: int, rounds: int) -> None:
+def measure(
+    engines: dict[str, LLM], prompts: list[Any], params: SamplingParams, sequences: int, args: argparse.Namespace
+) -> None:
     """A line for each engine; RuntimeError where its tokens are others."""
     seconds: dict[str, list[float]] = {way: [] for way in engines}
     found: dict[str, tuple[list[list[int]], int, list[int]]] = {}
-    for _ in range(rounds + 1):
+    for number in range(args.rounds + 1):
         for way, llm in engines.items():
             core = llm.engine.core
-            if core.scheduler.speculation is not None:
-                core.scheduler.speculation.forget()
-            core.scheduler.kv.reset_prefix_cache()
+            prepare(llm, prompts, params, args, number)
             num_steps, start_s = core.num_steps, time.perf_counter()
             outputs = llm.generate(prompts, params, use_tqdm=False)
             seconds[way].append(time.perf_counter() - start_s)
@@ -83,9 +98,71 @@ def report(engines: dict[str, LLM], prompts: list[Any], params: SamplingParams, 
     for way, (own, steps, (verified, drafts, right)) in found.items():
         if own != tokens:
             raise RuntimeError(f"{way}: its tokens are not those without drafts")
-        length = f"{1 + right / verified:.2f} tokens a verified step, {right / drafts:.0%} right" if verified else ""
-        spent_s = median(seconds[way][1:])
+        spent_s, length = median(seconds[way][1:]), ""
+        if verified:
+            length = f"{1 + right / verified:.2f} tokens a verified step, {right / drafts:.0%} right"
+            length += limit(engines[way], sum(map(len, tokens)), drafts, right)
         print(f"  {way:9} {spent_s:7.2f} s  {off_s / spent_s:5.2f} times  {steps:6} steps  {length}", flush=True)
+
+
+def prepare(llm: LLM, prompts: list[Any], params: SamplingParams, args: argparse.Namespace, number: int) -> None:
+    """Leave an engine with nothing in its cache, and nothing in its memory but the earlier checkpoint's answers."""
+    speculation = llm.engine.core.scheduler.speculation
+    if speculation is not None:
+        speculation.forget()
+        if args.before is not None:
+            llm.update_weights(weights_of(args.before))
+            earlier = SamplingParams(temperature=params.temperature, max_tokens=params.max_tokens, seed=100 + number)
+            llm.generate(prompts, earlier, use_tqdm=False)
+            llm.update_weights(weights_of(args.model))
+            speculation.counts = [0, 0, 0]
+    llm.engine.core.scheduler.kv.reset_prefix_cache()
+
+
+def weights_of(model: Path) -> Iterator[tuple[str, Tensor]]:
+    for path in sorted(model.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            yield from ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118 - no mapping
+
+
+def limit(llm: LLM, num_tokens: int, num_drafts: int, num_right: int) -> str:
+    """What these drafts give at most by the engine's costs: tokens of a sequence and step, over what its rows cost."""
+    speculation = llm.engine.core.scheduler.speculation
+    if speculation is None or speculation.costs is None:
+        return ""
+    costs, sequences = speculation.costs, llm.engine.config.scheduler.max_num_seqs
+    steps = num_tokens - num_right  # of sequences
+    cost = np.interp(sequences * (1 + num_drafts / steps), np.arange(len(costs.verified)), costs.verified)
+    return f", limit {num_tokens / steps * costs.plain[sequences] / cost:.2f}"
+
+
+def beside_vllm(prompts: list[Any], params: SamplingParams, sequences: int, args: argparse.Namespace) -> None:
+    """A line for vLLM's n-grams of 4 drafts, beside its own generation without them."""
+    given = {
+        "model": str(args.model),
+        "prompts": [prompt["prompt_token_ids"] for prompt in prompts],
+        "sequences": sequences,
+        "temperature": params.temperature,
+        "new_tokens": params.max_tokens,
+        "rounds": args.rounds,
+        "num_drafts": 4,
+    }
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(Path.home()), "VLLM_CPU_KVCACHE_SPACE": str(_CACHE_GB)}
+    environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+    done = subprocess.run(
+        [str(args.vllm_python), str(VLLM_PROGRAM)],
+        input=json.dumps(given),
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=VLLM_LIMIT_S,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if not lines:
+        raise RuntimeError(f"vLLM has ended with {done.returncode}:\n{done.stderr[-2000:]}")
+    found = json.loads(lines[-1].removeprefix("RESULT "))
+    off_s, ngram_s = (median(found[way]["seconds"][1:]) for way in ("off", "ngram"))
+    print(f"  vLLM off  {off_s:7.2f} s, ngram:4 {ngram_s:7.2f} s  {off_s / ngram_s:5.2f} times", flush=True)
 
 
 if __name__ == "__main__":

@@ -28,11 +28,13 @@ class StepCosts:
 
 
 def interpolated(measured: Mapping[int, float], most: int) -> np.ndarray:
-    """Costs of 0 to ``most`` rows from those of some; beyond the largest of them, in proportion to the rows."""
-    rows = sorted(measured)
-    count = np.arange(most + 1)
-    costs = np.interp(count, rows, [measured[size] for size in rows])
-    return np.where(count > rows[-1], measured[rows[-1]] * count / rows[-1], costs)
+    """Costs of 0 to ``most`` rows from those of some; beyond the largest of them, in proportion to the rows.
+
+    More rows never cost less: what says so was disturbed.
+    """
+    rows, count = sorted(measured), np.arange(most + 1)
+    seconds = np.minimum.accumulate([measured[size] for size in reversed(rows)])[::-1]
+    return np.where(count > rows[-1], seconds[-1] * count / rows[-1], np.interp(count, rows, seconds))
 
 
 def num_worthwhile(num_sequences: int, chances: np.ndarray, costs: StepCosts, least_s: float = 0.0) -> int:

@@ -17,7 +17,7 @@ from vllm.v1.worker.worker import Worker
 logger = logging.getLogger(__name__)
 
 _CONTEXT = 512  # tokens of a made-up sequence, at most half of the longest
-_REPEATS = 3
+_ROUNDS = 6
 _LINEAR = 1.8  # twice the rows cost at least so much: further rows cost in proportion
 
 
@@ -40,57 +40,51 @@ class _Measurement:
         self._most_rows = min(self._most_sequences * (1 + self._most_drafts), config.scheduler.max_num_batched_tokens)
 
     def costs(self) -> StepCosts:
-        plain = self._doubling(1, self._most_sequences, 0, 0)
-        verified = self._doubling(1 + self._most_drafts, self._most_rows, self._most_drafts, 0)
-        predicted = {1: 0.0}
-        if self._worker.proposer is not None:
-            both = self._doubling(1, self._most_sequences, 0, 1)
-            predicted = {rows: max(0.0, both[rows] - plain[rows]) for rows in both.keys() & plain.keys()}
-        named = {"plain": plain, "verified": verified, "predicted": predicted}
+        sequences, own = self._most_sequences, self._most_drafts
+        plain, verified = self._doubling(sequences, 0, 0), self._doubling(self._most_rows // (1 + own), own, 0)
+        both = {} if self._worker.proposer is None else self._doubling(sequences, 0, 1)
+        for _ in range(_ROUNDS - 1):  # apart from each other: what disturbs one round is gone in another
+            for found, drafts_and_passes in ((plain, (0, 0)), (verified, (own, 0)), (both, (0, 1))):
+                for count in found:
+                    found[count] = min(found[count], self._seconds(count, *drafts_and_passes))
+        verified = {count * (1 + own): cost for count, cost in verified.items()} | {1: min(plain[1], verified[1])}
+        predicted = {rows: max(0.0, both[rows] - plain[rows]) for rows in both.keys() & plain.keys()} or {1: 0.0}
+        columns = {"plain": plain, "verified": verified, "predicted": predicted}
         in_ms = ", ".join(
             f"{name} {{{', '.join(f'{rows}: {1e3 * cost:.2f}' for rows, cost in sorted(costs.items()))}}}"
-            for name, costs in named.items()
+            for name, costs in columns.items()
         )
         logger.info("milliseconds of a step by its rows: %s", in_ms)
-        verified[1] = min(plain[1], verified[1 + self._most_drafts])
-        columns = (interpolated(costs, self._most_rows) for costs in named.values())
-        return StepCosts(*columns)
+        return StepCosts(*(interpolated(costs, self._most_rows) for costs in columns.values()))
 
-    def _doubling(self, rows_of_sequence: int, most_rows: int, num_drafts: int, num_passes: int) -> dict[int, float]:
-        """Seconds by rows, for sequences twice as many each time, until rows cost in proportion."""
+    def _doubling(self, most_sequences: int, num_drafts: int, num_passes: int) -> dict[int, float]:
+        """Seconds by sequences, twice as many each time, until these cost in proportion."""
         found: dict[int, float] = {}
         count, is_linear = 1, 0
-        while is_linear < 2 and count * rows_of_sequence <= most_rows:
-            rows = count * rows_of_sequence
-            found[rows] = self._seconds(count, num_drafts, num_passes)
-            if rows // 2 in found:
-                is_linear = is_linear + 1 if found[rows] > _LINEAR * found[rows // 2] else 0
+        while is_linear < 2 and count <= max(1, most_sequences):
+            self._seconds(count, num_drafts, num_passes)  # prepares what later steps have
+            found[count] = self._seconds(count, num_drafts, num_passes)
+            if count // 2 in found:
+                is_linear = is_linear + 1 if found[count] > _LINEAR * found[count // 2] else 0
             count *= 2
         return found
 
     def _seconds(self, num_sequences: int, num_drafts: int, num_passes: int) -> float:
-        """Seconds of a step, the least of some, on the slowest rank; what the first step prepares is not counted."""
+        """Seconds of a step on the slowest rank."""
         requests = [self._request(index) for index in range(num_sequences)]
-        least_s = float("inf")
-        for repeat in range(1 + _REPEATS):
-            step = SchedulerOutput(requests, [1 + num_drafts] * num_sequences, [[]] * num_sequences, [], 0)
-            if repeat == 0:
-                step.new_block_ids = [None] * num_sequences
-            step.total_num_tokens = sum(step.num_tokens)
-            step.drafts = {request.request_id: [0] * num_drafts for request in requests} if num_drafts else {}
-            exchange = self._parallel.exchange_step(
-                step.total_num_tokens, True, True, self._device, num_passes, num_sequences
-            )
-            start_s = time.perf_counter()
-            self._worker.execute(step, exchange)
-            if repeat:
-                least_s = min(least_s, time.perf_counter() - start_s)
-            batch = self._worker.batch
-            rows = [batch.row_of[request.request_id] for request in requests]
-            batch.num_computed[rows], batch.num_tokens[rows] = self._context - 1, self._context
+        step = SchedulerOutput(requests, [1 + num_drafts] * num_sequences, [None] * num_sequences, [], 0)
+        step.total_num_tokens = sum(step.num_tokens)
+        step.drafts = {request.request_id: [0] * num_drafts for request in requests} if num_drafts else {}
+        facts = step.total_num_tokens, True, True
+        exchange = self._parallel.exchange_step(*facts, self._device, num_passes, num_sequences)
+        self._worker.batch.update(step)  # not timed: running requests have their rows
+        step.new_block_ids = [[]] * num_sequences
+        start_s = time.perf_counter()
+        self._worker.execute(step, exchange)
+        seconds = time.perf_counter() - start_s
         self._worker.batch.update(SchedulerOutput([], [], [], removed=requests, total_num_tokens=0))
         self._worker.batch.has_gaps = False
-        return self._agreed(least_s)
+        return self._agreed(seconds)
 
     def _request(self, index: int) -> Request:
         request = Request(str(index), [0] * self._context, max_tokens=2, seed=index)
