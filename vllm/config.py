@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from vllm.transformers_utils.config import HFConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
-DRAFT_METHODS = ("ngram", "suffix")
+DRAFT_METHODS = ("ngram", "suffix", "mtp")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 KV_CACHE_LAYOUTS = ("nd", "nz")
 EXPERT_EXCHANGES = ("all_gather", "dispatch")
