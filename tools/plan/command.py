@@ -25,7 +25,7 @@ from tools.plan.setup import (
 )
 from tools.plan.timing.constants import load_constants
 from tools.plan.timing.cost import predict, sensitivity
-from tools.plan.timing.drafts import default_acceptance, parse_acceptance
+from tools.plan.timing.drafts import MTP, default_acceptance, parse_acceptance
 from tools.plan.timing.rollout import speculation_text
 from tools.plan.timing.run_shape import Lengths, RunShape, default_lengths
 from verl.trainer.config import ConfigError, validate_config
@@ -87,7 +87,7 @@ def _planned(
         options.prompt_length or data.max_prompt_length,
         options.response_length or data.max_response_length,
         expert_load(options.load, run.config.actor_rollout_ref.actor.megatron.expert_model_parallel_size),
-        lengths.acceptance or default_acceptance(method),
+        lengths.acceptance or default_acceptance(method or MTP * bool(options.search)),
     )
     constants = load_constants()
     if options.choose is not None:

@@ -23,10 +23,10 @@ from vllm.v1.request import Request
 class StepCost:
     """The largest step of a kind.
 
-    num_steps: the number of steps of the kind in the whole generation, expected where there are drafts · num_tokens: the new tokens of this step ·
-    peak_bytes: its memory beyond what lies on the device between steps · calls: its collectives, in order; other steps
-    of the kind make the same ones with fewer tokens · launches: what the host queues in this step; a graph
-    is one, and the attention of each of its layers one more, whose lengths are renewed.
+    num_steps: the number of steps of the kind in the whole generation, expected where there are drafts · num_tokens:
+    the new tokens of this step · peak_bytes: its memory beyond what lies on the device between steps · calls: its
+    collectives, in order; other steps of the kind make the same ones with fewer tokens · launches: what the host queues
+    in this step; a graph is one, and the attention of each of its layers one more, whose lengths are renewed.
     """
 
     num_steps: int

@@ -19,7 +19,7 @@ from megatron.core.models.gpt import GPTModel, ModelChunks
 from megatron.core.ops import TrainOps
 from mindspeed_llm.model import build_model
 from tools.plan.device import DEVICE, MemoryMeter
-from tools.plan.draft_layer import has_draft_layer, planned_engine_model, without_draft_layer
+from tools.plan.draft_layer import add_projection, has_draft_layer, planned_engine_model, without_draft_layer
 from tools.plan.ops import Routing, train_ops
 from tools.plan.platform import PlannedPlatform
 from tools.plan.rollout_ops import ordinary_token, rollout_ops, rollout_spread
@@ -118,6 +118,8 @@ class PlannedRollout(vLLMRollout):
         self._has_draft_layer = has_draft_layer(config)
         with planned_engine_model(config, model_path) as (planned, folder):
             super().__init__(planned, folder, **engine)
+        if self._has_draft_layer:
+            add_projection(self.inference_engine)
 
     def rank_shards(self, rank: int) -> LazyShards:
         config = self.inference_engine.config

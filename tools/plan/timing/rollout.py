@@ -4,7 +4,8 @@ A decode step of b sequences at context c takes
 
     layers x latency + weights read or multiplied + cache read or multiplied + collectives' bytes + the host's part
 
-With k drafts of each sequence it computes b (1 + k) rows, and brings ``drafts.tokens_per_step`` tokens. Replicas that share experts step together, so all of them step while one has a sequence left.
+With k drafts of each sequence it computes b (1 + k) rows, and brings ``drafts.tokens_per_step`` tokens. Replicas that
+share experts step together, so all of them step while one has a sequence left.
 """
 
 from __future__ import annotations
@@ -41,20 +42,18 @@ def rollout_weights(shape: RunShape) -> float:
 
 
 def speculation_text(shape: RunShape, device: DeviceProfile, rates: Rates) -> str:
-    """What is expected of the run's drafts, and up to how many sequences of a replica they pay; empty without any."""
+    """What is expected of the run's drafts, and how many pay by the sequences of a replica; empty without any."""
     rollout, times = shape.rollout, RolloutTimes(shape, device, rates)
     if not rollout.num_drafts:
         return ""
-    running, most = {}, int(min(rollout.max_num_seqs, shape.generated_sequences / rollout.replicas))
-    for sequences in range(1, most + 1):
-        running[times.best_drafts(sequences, times.mean_context)] = sequences  # the last is the most
-    loads = [f"{count or 'none'} up to {running[count]}" for count in sorted(running, reverse=True)]
+    most = int(min(rollout.max_num_seqs, shape.generated_sequences / rollout.replicas))
+    loads = [*(2**power for power in range(most.bit_length()) if 2**power < most), most]
+    pay = ", ".join(f"{load}: {times.best_drafts(load, times.mean_context)}" for load in loads)
     tokens = tokens_per_step(shape.acceptance, rollout.num_drafts)
     right = ", ".join(f"{rate:g}" for rate in shape.acceptance[: rollout.num_drafts])
     return (
         f"speculation: {rollout.draft_method}, {rollout.num_drafts} draft{'s' if rollout.num_drafts > 1 else ''}, "
-        f"{tokens:.2f} tokens a step expected ({right} right); as many pay by running sequences of a replica: "
-        f"{', '.join(loads)}"
+        f"{tokens:.2f} tokens a step expected ({right} right); drafts that pay by running sequences: {pay}"
     )
 
 
@@ -132,7 +131,7 @@ class RolloutTimes:
         return max(1.0, min(self.rollout.max_num_seqs, tokens / mean_context))
 
     def token_terms(self, sequences: float, context: float) -> dict[str, float]:
-        """Terms of a token of every sequence: of the decode step that makes it fastest, over the tokens that it brings."""
+        """Terms of a token of every sequence: those of the fastest decode step over the tokens that it brings."""
         count = self.best_drafts(sequences, context)
         tokens = tokens_per_step(self.shape.acceptance, count)
         return {name: seconds / tokens for name, seconds in self.decode_step(sequences, context, count).items()}

@@ -9,6 +9,7 @@ from typing import Any
 from hf_formats.config import HFModelConfig
 from megatron.core.parallel_layout import ParallelLayout
 from tools.plan.timing.drafts import MTP, default_acceptance, draft_problems
+from tools.plan.timing.graphs import graph_sizes, most_captured
 from tools.plan.timing.lengths import DEFAULT_SPREAD, LengthDistribution, length_distribution
 from tools.plan.timing.turns import Turns, default_turns
 from verl.trainer.config import PPOTrainerConfig
@@ -113,6 +114,11 @@ class RolloutShape:
     @property
     def replicas(self) -> int:
         return self.world_size // self.tp
+
+    @property
+    def ranks_sharing_experts(self) -> int:
+        """Ranks that tokens go to; 1 where every replica has all experts."""
+        return self.tp * self.dp if self.has_expert_parallel else 1
 
     @property
     def has_draft_layer(self) -> bool:
@@ -278,6 +284,8 @@ class RunShape:
             schedule=trainer.schedule,
             expert_load_spread=0.0 if engine.fix_router and rollout.fix_router else None,
         )
+        if num_drafts and not _can_capture(shape, rollout, trainer.device):
+            shape = replace(shape, rollout=replace(shape.rollout, has_graphs=False))
         if problems := shape.problems():
             raise ValueError(f"{name} cannot be timed:\n" + "\n".join(f"  - {problem}" for problem in problems))
         return shape
@@ -314,18 +322,18 @@ def _recomputed_layers(fields: dict[str, object]) -> int:
     return count if fields.get("recompute_method") == "block" and isinstance(count, int) else -1
 
 
+def _can_capture(shape: RunShape, rollout: RolloutConfig, kind: str) -> bool:
+    """Whether the largest graph can have the exchange of experts; if it cannot, an engine captures none."""
+    given = shape.rollout
+    largest = max(given.graph_sizes, default=given.max_num_seqs * (1 + given.num_drafts))
+    most = most_captured(shape.model, kind, given.tp, given.ranks_sharing_experts)
+    return rollout.expert_exchange != "dispatch" or largest <= most
+
+
 def _given_count(rollout: RolloutConfig, name: str) -> int:
     """A number of ``speculative_config``; 0 for one that is not given, or refused elsewhere."""
     value = rollout.speculative_config.get(name)
     return value if isinstance(value, int) and value > 0 else 0
-
-
-def graph_sizes(rollout: RolloutConfig, device: str, num_drafts: int) -> tuple[int, ...]:
-    """The config's, else those of the engine on the device: on an NPU one, and with drafts one for their rows too."""
-    if rollout.cudagraph_capture_sizes is None and device == "npu":
-        most = rollout.max_num_seqs
-        return tuple(sorted({most, min(most * (1 + num_drafts), max(most, rollout.max_num_batched_tokens))}))
-    return tuple(sorted(rollout.cudagraph_capture_sizes or ()))
 
 
 def _optimizer(config: PPOTrainerConfig) -> str:
