@@ -81,8 +81,8 @@ def _planned(
     # Means are timed, while memory is planned for the longest rows.
     lengths = _lengths(options, default_lengths(run.config))
     method = run.config.actor_rollout_ref.rollout.speculative_config.get("method", "")
-    if options.acceptance and not (method or options.search):
-        raise ValueError("--acceptance: there are no drafts; give rollout.speculative_config, or --search")
+    if options.acceptance and not (method or options.search or options.changes):
+        raise ValueError("--acceptance: there are no drafts; give actor_rollout_ref.rollout.speculative_config")
     size = StepSize(
         options.prompt_length or data.max_prompt_length,
         options.response_length or data.max_response_length,

@@ -66,10 +66,13 @@ def _drafts_of(candidate: Candidate, config: PPOTrainerConfig) -> list[str]:
     counted = own.speculative_config.get("num_speculative_tokens", 0), own.speculative_config.get("method", "")
     if (rollout.num_drafts, rollout.draft_method) == counted:
         return []
-    drafts = f"{{method:{rollout.draft_method},num_speculative_tokens:{rollout.num_drafts}}}"
-    found = [f"{ROLLOUT}.speculative_config={drafts if rollout.num_drafts else 'null'}"]
-    sizes = f"{ROLLOUT}.cudagraph_capture_sizes={value_text(rollout.graph_sizes)}"
-    return [*found, sizes] if rollout.graph_sizes else found
+    found: dict[str, object] = {f"{ROLLOUT}.speculative_config": None}
+    if rollout.num_drafts:  # key by key: a shell would take braces for its own
+        values = {"method": rollout.draft_method, "num_speculative_tokens": rollout.num_drafts}
+        found = {f"{ROLLOUT}.speculative_config.{key}": value for key, value in values.items()}
+    if rollout.graph_sizes:
+        found[f"{ROLLOUT}.cudagraph_capture_sizes"] = rollout.graph_sizes
+    return [f"{key}={value_text(value)}" for key, value in found.items()]
 
 
 def value_text(value: object) -> str:

@@ -46,7 +46,7 @@ def speculation_text(shape: RunShape, device: DeviceProfile, rates: Rates) -> st
     rollout, times = shape.rollout, RolloutTimes(shape, device, rates)
     if not rollout.num_drafts:
         return ""
-    most = int(min(rollout.max_num_seqs, shape.generated_sequences / rollout.replicas))
+    most = max(1, int(min(rollout.max_num_seqs, shape.generated_sequences / rollout.replicas)))
     loads = [*(2**power for power in range(most.bit_length()) if 2**power < most), most]
     pay = ", ".join(f"{load}: {times.best_drafts(load, times.mean_context)}" for load in loads)
     tokens = tokens_per_step(shape.acceptance, rollout.num_drafts)
