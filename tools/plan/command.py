@@ -143,6 +143,13 @@ def _count(text: str) -> int:
     return number
 
 
+def _acceptance(text: str) -> tuple[float, ...]:
+    try:
+        return parse_acceptance(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tools.plan", description=DESCRIPTION)
     add = parser.add_argument
@@ -162,7 +169,7 @@ def _parser() -> argparse.ArgumentParser:
         "shares of right drafts by position, each where those before it are right; the last holds for further ones "
         "(default for mtp: 0.85,0.7,0.55)"
     )
-    add("--acceptance", type=parse_acceptance, default=(), metavar="0.8,0.6", help=rates)
+    add("--acceptance", type=_acceptance, default=(), metavar="0.8,0.6", help=rates)
     load = (
         "rows of a rank's experts over the mean of the ranks that share them: a number (1 is balanced, as many as "
         "there are ranks the worst), or a run's metrics.jsonl, whose largest actor/expert_load_max it then is"

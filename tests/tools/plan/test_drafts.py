@@ -13,7 +13,7 @@ from tests.mindspeed_llm.tiny import tiny_hf_config
 from tests.tools.plan.truth_layouts import LAYOUTS, overrides_of
 from tools.plan.__main__ import main
 from tools.plan.devices import load_device
-from tools.plan.exit_status import BAD_INPUT
+from tools.plan.exit_status import BAD_INPUT, FITS
 from tools.plan.generation_steps import Row, Step
 from tools.plan.rank_plan import RankPlan, plan_rank
 from tools.plan.search import overrides
@@ -147,6 +147,15 @@ def test_what_cannot_be_priced_is_refused(capsys: pytest.CaptureFixture[str]) ->
     ):
         assert main([*tiny, *arguments]) == BAD_INPUT
         assert words in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_a_plan_prints_what_is_expected_of_drafts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [tmp_path / name for name in ("plan.json", "plan.html")]
+    given = ["--acceptance", "0.6", "--output", str(files[0]), "--page", str(files[1])]
+    assert main(["r1_zero_tiny", drafts("ngram", 2), *given]) == FITS
+    words = "speculation: ngram, 2 drafts, 1.96 tokens a step expected (0.6 right)"
+    assert words in capsys.readouterr().out
+    assert all(words in file.read_text(encoding="utf-8") for file in files)
 
 
 # ---- memory
