@@ -25,6 +25,8 @@ from tools.plan.setup import (
 )
 from tools.plan.timing.constants import load_constants
 from tools.plan.timing.cost import predict, sensitivity
+from tools.plan.timing.drafts import MTP, default_acceptance, parse_acceptance
+from tools.plan.timing.rollout import speculation_text
 from tools.plan.timing.run_shape import Lengths, RunShape, default_lengths
 from verl.trainer.config import ConfigError, validate_config
 
@@ -73,16 +75,20 @@ def _planned(
         print_plain(console, line)
         run = replace(run, config=config)
     data = run.config.data
-    size = StepSize(
-        options.prompt_length or data.max_prompt_length,
-        options.response_length or data.max_response_length,
-        expert_load(options.load, run.config.actor_rollout_ref.actor.megatron.expert_model_parallel_size),
-    )
     if run.config.has_rollout_ranks and (options.choose or options.changes or options.search):
         schedule = run.config.trainer.schedule
         raise ValueError(f"trainer.schedule={schedule}: --search, --choose and --why-not are for schedule=sync alone")
     # Means are timed, while memory is planned for the longest rows.
     lengths = _lengths(options, default_lengths(run.config))
+    method = run.config.actor_rollout_ref.rollout.speculative_config.get("method", "")
+    if options.acceptance and not (method or options.search or options.changes):
+        raise ValueError("--acceptance: there are no drafts; give actor_rollout_ref.rollout.speculative_config")
+    size = StepSize(
+        options.prompt_length or data.max_prompt_length,
+        options.response_length or data.max_response_length,
+        expert_load(options.load, run.config.actor_rollout_ref.actor.megatron.expert_model_parallel_size),
+        lengths.acceptance or default_acceptance(method or MTP * bool(options.search)),
+    )
     constants = load_constants()
     if options.choose is not None:
         choice = choose(run, lengths, size, constants)
@@ -97,6 +103,7 @@ def _planned(
     problems = validate_config(run.config)
     plan = WholePlan(run, size, (), 0, tuple(problems)) if problems else plan_run(run, size)
     step = predict(shape, device, constants)
+    step = replace(step, speculation=speculation_text(shape, device, constants.rates(device.family)))
     progress.stop()
     if options.search:
         return FITS if search(plan, shape, constants, options.search, console) else DOES_NOT_FIT
@@ -111,7 +118,8 @@ def _planned(
 
 
 def _lengths(options: argparse.Namespace, usual: Lengths) -> Lengths:
-    """``usual`` with the means that are given; ValueError for those of turns where a sample is one."""
+    """``usual`` with what is given; ValueError for means of turns where a sample is one."""
+    usual = replace(usual, acceptance=options.acceptance)
     means = {"prompt_mean": options.mean_prompt_length, "response_mean": options.mean_response_length}
     lengths = replace(usual, **{name: mean for name, mean in means.items() if mean is not None})
     turns = {"mean": options.mean_turns, "tool_s": options.mean_tool_seconds, "given": options.mean_given_tokens}
@@ -135,6 +143,13 @@ def _count(text: str) -> int:
     return number
 
 
+def _acceptance(text: str) -> tuple[float, ...]:
+    try:
+        return parse_acceptance(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tools.plan", description=DESCRIPTION)
     add = parser.add_argument
@@ -150,13 +165,18 @@ def _parser() -> argparse.ArgumentParser:
     add("--mean-turns", type=float, help="of the model in a sample (default: half of multi_turn.max_assistant_turns)")
     add("--mean-tool-seconds", type=float, help="of an environment's call (default: 1)")
     add("--mean-given-tokens", type=float, help="after it (default: a fourth of max_tool_response_length)")
+    rates = (
+        "shares of right drafts by position, each where those before it are right; the last holds for further ones "
+        "(default for mtp: 0.85,0.7,0.55)"
+    )
+    add("--acceptance", type=_acceptance, default=(), metavar="0.8,0.6", help=rates)
     load = (
         "rows of a rank's experts over the mean of the ranks that share them: a number (1 is balanced, as many as "
         "there are ranks the worst), or a run's metrics.jsonl, whose largest actor/expert_load_max it then is"
     )
     add("--load", default=BALANCED, metavar="balanced|worst|NUMBER|FILE", help=load)
     add("--sensitivity", action="store_true", help="what other nodes, lengths and loads would do")
-    fastest = "the N fastest layouts of these devices that fit (3)"
+    fastest = "the N fastest layouts of these devices that fit (3), with drafts where they pay"
     add("--search", type=_count, nargs="?", const=3, metavar="N", help=fastest)
     chosen = "choose a layout, what moves to host memory and the rollout's share; write overrides and reasons there"
     add("--choose", type=Path, metavar="choice.json", help=chosen)

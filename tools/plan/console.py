@@ -40,6 +40,8 @@ def print_plan(plan: WholePlan, step: StepTime, console: Console) -> None:
     console.print(
         f"The update has {step.updated_tokens:,.0f} of {step.tokens:,.0f} tokens: samples of a prompt {sharing}."
     )
+    if step.speculation:
+        print_plain(console, step.speculation)
     print_table(time_table(step), console)
     for warning in plan.warnings:
         console.print(f"[yellow]slow:[/yellow] {warning}", highlight=False)
@@ -113,6 +115,7 @@ def write_plan(plan: WholePlan, step: StepTime, path: Path) -> None:
             "total_s": step.total_s,
             "terms": step.terms,
             "tokens_per_s_device": step.tokens_per_s_device,
+            **({"speculation": step.speculation} if step.speculation else {}),
         },
     }
     write_json(path, values)

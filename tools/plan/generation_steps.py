@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from vllm.config import SchedulerConfig
@@ -39,13 +39,16 @@ class Workload:
 
 @dataclass(frozen=True)
 class Row:
-    """A sequence as it was when a step was scheduled: its tokens and blocks, and the tokens that the step computes."""
+    """A sequence as it was when a step was scheduled: its tokens and blocks, and the tokens that the step computes, of
+    which ``num_drafts`` are drafts.
+    """
 
     row: int
     num_tokens: int
     num_computed: int
     num_new: int
     block_ids: tuple[int, ...]
+    num_drafts: int = 0
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,19 @@ class Step:
     @property
     def num_tokens(self) -> int:
         return sum(row.num_new for row in self.rows)
+
+    def with_drafts(self, num_drafts: int, max_tokens: int) -> Step:
+        """This decode step with the last tokens of every row as drafts, at most ``num_drafts`` of each and so many that
+        the step has ``max_tokens``; the cache is as full as without them.
+        """
+        rows, room = [], max(0, max_tokens - len(self.rows))
+        for row in self.rows:
+            count = min(num_drafts, room)
+            room -= count
+            tokens, computed = row.num_tokens - count, row.num_computed - count
+            changed = replace(row, num_tokens=tokens, num_computed=computed, num_new=1 + count, num_drafts=count)
+            rows.append(changed)
+        return replace(self, rows=tuple(rows))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ Operations count 2 for a multiplication with its addition. Weights are numbers o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import log, prod, sqrt
 
@@ -102,6 +102,15 @@ def model_work(hf: HFModelConfig) -> ModelWork:
         embedding=hf.vocab_size * hidden,
         head=0.0 if hf.tie_word_embeddings else float(hf.vocab_size * hidden),
     )
+
+
+@lru_cache(maxsize=64)
+def draft_layer_work(work: ModelWork, tp: int) -> ModelWork:
+    """A prediction layer that drafts: one more of the last kind, and the projection of two states to one, which each of
+    ``tp`` ranks has whole. It has the embedding and the head of ``work``, which are not counted again.
+    """
+    projection = 2.0 * work.hidden**2 * tp
+    return replace(work, num_layers=1, num_dense=0 if work.num_moe else 1, embedding=projection, head=0.0)
 
 
 def train_flops_per_token(work: ModelWork, context: float) -> float:

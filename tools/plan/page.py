@@ -43,6 +43,7 @@ def write_page(plan: WholePlan, step: StepTime, path: Path) -> None:
     if plan.stages:
         body += _memory(plan)
     body += _table(time_table(step), time_svg(step), time_colours(step))
+    body += f"<p>{escape(step.speculation)}</p>" if step.speculation else ""
     if plan.stages:
         body += _table(call_table(plan))
         body += _table(launch_table(plan, step)) if plan.worst.launches else ""

@@ -110,7 +110,8 @@ def _plan_training_rank(worker: PlannedWorker, device: DeviceProfile, size: Step
         with worker.generating():
             rollout_state: dict[str, int] = {}
     else:
-        rollout = plan_rollout(worker, _generated_rows(config), size.prompt_length, size.response_length)
+        rows = (size.prompt_length, size.response_length, size.acceptance)
+        rollout = plan_rollout(worker, _generated_rows(config), *rows)
         sync_bytes, rollout_state = rollout.sync_bytes, _rollout_state(rollout)
         calls, launches = _rollout_calls(worker, rollout, device)
     for name in training_calls(config):
@@ -140,7 +141,8 @@ def _plan_rollout_rank(worker: PlannedRolloutWorker, device: DeviceProfile, size
     config, planned = worker.run_config, worker.platform.planned
     worker.timeline.phases.clear()
     worker.timeline.owners = worker.device_owners
-    rollout = plan_rollout(worker, _generated_rows(config), size.prompt_length, size.response_length)
+    rows = (size.prompt_length, size.response_length, size.acceptance)
+    rollout = plan_rollout(worker, _generated_rows(config), *rows)
     calls, launches = _rollout_calls(worker, rollout, device)
     return RankPlan(
         worker.rank,
@@ -172,7 +174,7 @@ def _rollout_calls(
     for name, step in (("prefill", rollout.prefill), ("decode", rollout.decode)):
         if step is not None:
             calls.append(PhaseCalls.of(name, step.calls, worker.rank, device, step.num_steps))
-            layers = worker.hf_config.num_hidden_layers
+            layers = worker.rollout.inference_engine.config.model.hf.num_hidden_layers
             launches.append(Launches(name, "step", step.launches, step.num_steps, layers))
     return [*calls, PhaseCalls.of("generate_end", rollout.closing_calls, worker.rank, device)], launches
 

@@ -5,12 +5,15 @@ The worker's own engine does it: its weights and its cache are built, and the la
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 
 from tools.plan.collectives import Collective
 from tools.plan.generation_steps import Step, Workload, count_steps
 from tools.plan.rollout_ops import ordinary_token
 from tools.plan.sync import planned_sync
+from tools.plan.timing.drafts import tokens_per_step
 from tools.plan.worker import PlannedRolloutWorker, PlannedWorker
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
@@ -20,10 +23,10 @@ from vllm.v1.request import Request
 class StepCost:
     """The largest step of a kind.
 
-    num_steps: the number of steps of the kind in the whole generation · num_tokens: the new tokens of this step ·
-    peak_bytes: its memory beyond what lies on the device between steps · calls: its collectives, in order; other steps
-    of the kind make the same ones with fewer tokens · launches: what the host queues in this step; a graph
-    is one, and the attention of each of its layers one more, whose lengths are renewed.
+    num_steps: the number of steps of the kind in the whole generation, expected where there are drafts · num_tokens:
+    the new tokens of this step · peak_bytes: its memory beyond what lies on the device between steps · calls: its
+    collectives, in order; other steps of the kind make the same ones with fewer tokens · launches: what the host queues
+    in this step; a graph is one, and the attention of each of its layers one more, whose lengths are renewed.
     """
 
     num_steps: int
@@ -52,13 +55,18 @@ class RolloutPlan:
 
 
 def plan_rollout(
-    worker: PlannedWorker | PlannedRolloutWorker, num_rows: int, prompt_length: int, response_length: int
+    worker: PlannedWorker | PlannedRolloutWorker,
+    num_rows: int,
+    prompt_length: int,
+    response_length: int,
+    acceptance: Sequence[float] = (),
 ) -> RolloutPlan:
     """A weight sync and the generation after it; ``decode`` and ``prefill`` are phases of the worker's timeline too.
 
     Args:
         num_rows: rows of the rank's replica, ``rollout.n`` of each prompt together as the trainer repeats them.
         prompt_length, response_length: tokens of every row.
+        acceptance: see ``StepSize``.
     """
     sync_bytes, sync_calls = planned_sync(worker.sync)
     with worker.generating():
@@ -76,14 +84,19 @@ def plan_rollout(
             ordinary_token(worker.hf_config),
         )
         steps = count_steps(load)
+        widest, num_decode = steps.decode, steps.num_decode
+        if engine.speculative is not None and widest is not None:
+            count = engine.speculative.num_speculative_tokens
+            num_decode = ceil(num_decode / tokens_per_step(acceptance, count)) if acceptance else num_decode
+            widest = widest.with_drafts(min(count, response_length - 1), engine.scheduler.max_num_batched_tokens)
         before = planned.meter.now_bytes
         # The first decode step captures the graphs, which stay in memory from then on.
-        decode = _run(worker, "decode", load, steps.decode, steps.num_decode)
+        decode = _run(worker, "decode", load, widest, num_decode)
         graph_bytes = 0 if engine.compilation.enforce_eager else planned.meter.now_bytes - before
         with worker.timeline.paused():
-            again = _run(worker, "decode", load, steps.decode, steps.num_decode)  # without a capture
+            again = _run(worker, "decode", load, widest, num_decode)  # without a capture
         if decode is not None and again is not None:
-            renewed = 0 if engine.compilation.enforce_eager else worker.hf_config.num_hidden_layers
+            renewed = 0 if engine.compilation.enforce_eager else engine.model.hf.num_hidden_layers
             decode = replace(decode, launches=again.launches + renewed)
         prefill = _run(worker, "prefill", load, steps.prefill, steps.num_prefill)
         with planned.log.apart() as closing:  # replicas that step together learn that no work is left
@@ -118,6 +131,7 @@ def _run(
         [None] * len(requests),
         removed=[],
         total_num_tokens=step.num_tokens,
+        drafts={str(row.row): [load.token] * row.num_drafts for row in step.rows if row.num_drafts},
         block_copies=list(step.block_copies),
     )
     before = planned.meter.now_bytes

@@ -15,11 +15,16 @@ OLD, REF, UPDATE = "compute_log_prob", "compute_ref_log_prob", "update_actor"
 
 @dataclass(frozen=True)
 class StepSize:
-    """Tokens of every row of a step; ``load``: see ``tools.plan.ops.Routing``."""
+    """Tokens of every row of a step.
+
+    load: see ``tools.plan.ops.Routing`` · acceptance: shares of right drafts by position, for the number of decode
+    steps; empty counts them as if none were right.
+    """
 
     prompt_length: int
     response_length: int
     load: float = 1.0
+    acceptance: tuple[float, ...] = ()
 
 
 def batch_of(num_rows: int, size: StepSize, config: PPOTrainerConfig, samples_together: int = 1) -> DataProto:

@@ -6,10 +6,11 @@ numbers of values that a layer needs for a token, calibrated with plans of DeepS
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, inf
 
+from hf_formats.config import HFModelConfig
 from megatron.core.parallel_layout import ParallelLayout
 from megatron.core.parallel_state import GROUP_AXES, PAIR, UNUSED_GROUPS
 from tools.plan.devices import KINDS
@@ -85,16 +86,16 @@ class Bounds:
 
         buffers: of communicators.
         """
-        tp, weights, held = shape.rollout.tp, self.rollout_weights(shape.rollout), self._held(shape)
+        rollout, weights, held = shape.rollout, self.rollout_weights(shape.rollout), self._held(shape)
         buckets = 2 * self.settings.update_weights_bucket_megabytes * 2**20
         is_offloaded = self.engine.param_offload
         # While the engine generates.
         kept = [buffers + stays + (0.0 if is_offloaded else params) for stays, params in held]
-        cache, least = self._cache_bytes(tp, min(kept) + weights), self._cache_bytes(tp, max(kept) + weights)
-        if self.settings.num_gpu_blocks_override is None and least < self._sequence_bytes(tp):
+        cache, least = (self._cache_bytes(rollout, used + weights) for used in (min(kept), max(kept)))
+        if self.settings.num_gpu_blocks_override is None and least < self._sequence_bytes(rollout):
             cache = inf  # the engine of the fullest stage refuses a cache that does not hold a sequence
-        most_sequences = max(self.settings.cudagraph_capture_sizes or [shape.rollout.max_num_seqs])
-        graphs = self._experts(shape, most_sequences) if shape.rollout.has_graphs else 0.0
+        most_rows = max(rollout.graph_sizes or [rollout.max_num_seqs * (1 + rollout.num_drafts)])
+        graphs = self._experts(shape, most_rows) if rollout.has_graphs else 0.0
         state = min(kept) + weights + cache + graphs
         return {
             "weight_sync": buffers + max(map(sum, held)) + weights + buckets,
@@ -103,12 +104,17 @@ class Bounds:
 
     def rollout_weights(self, rollout: RolloutShape) -> float:
         """Bytes of weights on a rollout rank."""
-        shares_tokens = self.settings.use_sequence_parallel_moe
-        parameters, routers = rollout_rank(self.hf, rollout.tp, rollout.expert_ranks, shares_tokens)
+        shares_tokens, hf = self.settings.use_sequence_parallel_moe, self._engine_model(rollout)
+        parameters, routers = rollout_rank(hf, rollout.tp, rollout.expert_ranks, shares_tokens)
         multiplies_fp8 = rollout.weight_bytes < 2 and self.device.peak_fp8_tflops > 0
         has_copies = self.device.family == "ascend" or multiplies_fp8
-        copies = absorbed_copies(self.hf, rollout.tp) * max(rollout.weight_bytes, 2.0) if has_copies else 0.0
+        copies = absorbed_copies(hf, rollout.tp) * max(rollout.weight_bytes, 2.0) if has_copies else 0.0
+        parameters += 2 * hf.hidden_size**2 * rollout.has_draft_layer
         return parameters * rollout.weight_bytes + copies + routers * ROUTER_BYTES
+
+    def _engine_model(self, rollout: RolloutShape) -> HFModelConfig:
+        """The model with the layer that drafts as one more of its own."""
+        return replace(self.hf, num_hidden_layers=self.hf.num_hidden_layers + rollout.has_draft_layer)
 
     def host_bytes(self, shape: RunShape) -> float:
         """The host memory of a node whose ranks all need as much as the one that needs most."""
@@ -190,27 +196,27 @@ class Bounds:
             return 0.0
         return tokens * self.hf.vocab_size / layout.tensor_model_parallel_size * HEAD_BYTES
 
-    def _cache_bytes(self, tp: int, used: float) -> float:
+    def _cache_bytes(self, shape: RolloutShape, used: float) -> float:
         """Bytes of the KV cache, as the engine sizes it when ``used`` bytes are taken."""
         rollout = self.settings
         if rollout.num_gpu_blocks_override is not None:
-            return float(self._block_bytes(tp) * rollout.num_gpu_blocks_override)
-        most = self._sequence_bytes(tp) * rollout.max_num_seqs
+            return float(self._block_bytes(shape) * rollout.num_gpu_blocks_override)
+        most = self._sequence_bytes(shape) * rollout.max_num_seqs
         if self.device.family == "cpu":
             return min(most, self.device.memory_bytes * KV_CACHE_FRACTION_OF_HOST * rollout.gpu_memory_utilization)
         allowed = self.device.memory_bytes * rollout.gpu_memory_utilization
         taken = used + self.device.reserved_bytes
         return max(0.0, min(most, allowed * (1 - ACTIVATION_FRACTION) - taken))
 
-    def _sequence_bytes(self, tp: int) -> float:
+    def _sequence_bytes(self, shape: RolloutShape) -> float:
         """Bytes of the cache of one sequence of the greatest length."""
         rollout = self.settings
-        return float(self._block_bytes(tp) * -(-rollout.context_length // rollout.block_size))
+        return float(self._block_bytes(shape) * -(-rollout.context_length // rollout.block_size))
 
-    def _block_bytes(self, tp: int) -> int:
+    def _block_bytes(self, shape: RolloutShape) -> int:
         rollout, item = self.settings, 4 if self.settings.dtype == "float32" else 2
-        width = HFConfig(**vars(self.hf)).kv_values_per_token(tp)
-        return width * self.hf.num_hidden_layers * item * rollout.block_size
+        hf = self._engine_model(shape)
+        return HFConfig(**vars(hf)).kv_values_per_token(shape.tp) * hf.num_hidden_layers * item * rollout.block_size
 
     def _prefill(self, shape: RunShape) -> float:
         """What the largest prefill step needs: its experts, or its attention, or the sampler."""
@@ -219,7 +225,7 @@ class Bounds:
         context = tokens + self.size.prompt_length + self.size.response_length
         head = hf.qk_nope_head_dim + 2 * hf.v_head_dim + 3 * hf.qk_head_dim if hf.is_mla else 4 * hf.head_dim
         attention = context * hf.num_attention_heads / rollout.tp * head * item
-        sampled = min(rollout.max_num_seqs, tokens) * hf.vocab_size * 4.0 * SAMPLER_COPIES
+        sampled = min(rollout.max_num_seqs * (1 + rollout.num_drafts), tokens) * hf.vocab_size * 4.0 * SAMPLER_COPIES
         return MARGIN * max(self._experts(shape, tokens), attention, sampled) + 4 * tokens * hf.hidden_size * item
 
     def _experts(self, shape: RunShape, tokens: int) -> float:

@@ -9,6 +9,8 @@ from hf_formats.config import HFModelConfig
 from megatron.core.parallel_layout import ParallelLayout
 from tools.plan.devices import KINDS, DeviceProfile
 from tools.plan.setup import PlannedRun
+from tools.plan.timing.drafts import MTP
+from tools.plan.timing.graphs import most_captured
 from tools.plan.timing.run_shape import MicroBatches, RolloutShape
 from tools.plan.world import run_variables
 from verl.trainer.config import PPOTrainerConfig
@@ -16,6 +18,7 @@ from vllm.ops.cuda.exchange import is_gathered
 from vllm_ascend.ops.exchanged_experts import tokens_of_a_call
 
 MAX_CP = 8
+DRAFTS_TRIED = (1, 2, 3)
 LEAST_PREFILL_TOKENS = 256
 
 
@@ -129,11 +132,31 @@ def rollout_settings(run: PlannedRun, shape: RolloutShape) -> list[RolloutShape]
     ]
 
 
+def drafting_rollouts(run: PlannedRun, shape: RolloutShape) -> list[RolloutShape]:
+    """``shape`` without drafts, and with some: of the config's method, else of the model's prediction layer.
+
+    With graphs of given sizes each number of drafts has one for its rows, as far as those can be captured.
+    """
+    sizes = tuple(size for size in shape.graph_sizes if size <= shape.max_num_seqs)
+    plain = replace(shape, draft_method="", num_drafts=0, most_drafting=0, graph_sizes=sizes)
+    method = shape.draft_method or (MTP if run.hf.num_nextn_predict_layers else "")
+    if not method:
+        return [plain]
+    most = most_captured(run.hf, KINDS[run.device.family], shape.tp, shape.ranks_sharing_experts)
+    most = min(most, max(shape.max_num_seqs, shape.max_num_batched_tokens))
+    found = [plain]
+    for count in sorted({*DRAFTS_TRIED, *([shape.num_drafts] if shape.num_drafts else [])}):
+        rows = {min(shape.max_num_seqs * (1 + drafts), most) for drafts in range(1, count + 1)}
+        larger = sorted(size for size in rows if sizes and size > max(sizes))
+        found.append(replace(shape, draft_method=method, num_drafts=count, graph_sizes=(*sizes, *larger)))
+    return found
+
+
 def _can_capture_dispatch(run: PlannedRun, shape: RolloutShape) -> bool:
     """Whether graphs of all sizes can have ``expert_exchange=dispatch``."""
     if KINDS[run.device.family] != "cuda":
         return True
-    largest = max(shape.graph_sizes, default=shape.max_num_seqs)
+    largest = max(shape.graph_sizes, default=shape.max_num_seqs * (1 + shape.num_drafts))
     return is_gathered(-(-largest // shape.tp), shape.expert_ranks)
 
 

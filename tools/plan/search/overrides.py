@@ -57,6 +57,21 @@ def overrides_of(candidate: Candidate, config: PPOTrainerConfig) -> list[str]:
         f"{ROLLOUT}.max_num_batched_tokens": rollout.max_num_batched_tokens,
         f"{ROLLOUT}.enforce_eager": not rollout.has_graphs,
     }
+    return [*(f"{key}={value_text(value)}" for key, value in found.items()), *_drafts_of(candidate, config)]
+
+
+def _drafts_of(candidate: Candidate, config: PPOTrainerConfig) -> list[str]:
+    """The overrides of other drafts than the config's, with the sizes of their graphs."""
+    rollout, own = candidate.shape.rollout, config.actor_rollout_ref.rollout
+    counted = own.speculative_config.get("num_speculative_tokens", 0), own.speculative_config.get("method", "")
+    if (rollout.num_drafts, rollout.draft_method) == counted:
+        return []
+    found: dict[str, object] = {f"{ROLLOUT}.speculative_config": None}
+    if rollout.num_drafts:  # key by key: a shell would take braces for its own
+        values = {"method": rollout.draft_method, "num_speculative_tokens": rollout.num_drafts}
+        found = {f"{ROLLOUT}.speculative_config.{key}": value for key, value in values.items()}
+    if rollout.graph_sizes:
+        found[f"{ROLLOUT}.cudagraph_capture_sizes"] = rollout.graph_sizes
     return [f"{key}={value_text(value)}" for key, value in found.items()]
 
 

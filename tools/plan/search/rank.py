@@ -10,6 +10,7 @@ from operator import itemgetter
 from megatron.core.parallel_layout import ParallelLayout
 from tools.plan.search.bound import Bounds
 from tools.plan.search.layouts import (
+    drafting_rollouts,
     log_prob_batches,
     rollout_layouts,
     rollout_settings,
@@ -55,24 +56,32 @@ def ranking(
     constants: Constants,
     count: int = 200,
     is_wanted: Callable[[ParallelLayout | RolloutShape], bool] = lambda layout: True,
+    *,
+    tries_drafts: bool = False,
 ) -> Ranking:
     """The ``count`` fastest layouts of ``run``'s devices that fit by the bound; ``shape`` is the run's own.
 
-    Training and rollout layouts that are not ``is_wanted`` are left out.
+    Training and rollout layouts that are not ``is_wanted`` are left out. With ``tries_drafts`` each rollout layout has
+    the number of drafts that is fastest; one with drafts is tried without, too, as that needs less memory.
     """
     bounds, rates = Bounds(run, size), constants.rates(run.device.family)
     layouts = list(filter(is_wanted, training_layouts(run)))
     trainings = sorted(_fitting(bounds, shape, constants, layouts), key=itemgetter(0))
-    seconds = {}
-    for rollout in filter(is_wanted, rollout_layouts(run, shape.rollout)):
-        other = replace(shape, rollout=rollout)
-        generation = sum(rollout_seconds(other, run.device, rates).values())
-        seconds[rollout] = generation + sum(weight_sync_seconds(other, rates).values())
+    rollouts = list(filter(is_wanted, rollout_layouts(run, shape.rollout)))
+    seconds: dict[RolloutShape, float] = {}
+    for layout in rollouts:
+        spent: dict[RolloutShape, float] = {}
+        for rollout in drafting_rollouts(run, layout) if tries_drafts else [layout]:
+            other = replace(shape, rollout=rollout)
+            generation = sum(rollout_seconds(other, run.device, rates).values())
+            spent[rollout] = generation + sum(weight_sync_seconds(other, rates).values())
+        kept = (next(iter(spent)), min(spent, key=spent.__getitem__))
+        seconds |= {rollout: spent[rollout] for rollout in kept}
     pairs = sorted(product(trainings[:KEPT_TRAINING], seconds), key=lambda pair: pair[0][0] + seconds[pair[1]])
     shapes = (replace(shape, train=train, rollout=rollout) for (_, train), rollout in pairs)
     found = filter(None, (_with_settings(bounds, pair, constants) for pair in shapes))
     best = sorted(islice(found, count), key=lambda candidate: candidate.step.total_s)
-    return Ranking(len(layouts), len({train.layout for _, train in trainings}), len(seconds), tuple(best))
+    return Ranking(len(layouts), len({train.layout for _, train in trainings}), len(rollouts), tuple(best))
 
 
 def own_candidate(run: PlannedRun, shape: RunShape, constants: Constants) -> Candidate:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rich.console import Console
 
 from tools.plan.console import print_plain, print_table
 from tools.plan.devices import GIB
+from tools.plan.search.layouts import drafting_rollouts
 from tools.plan.search.rank import Candidate, own_candidate, ranking
 from tools.plan.search.verify import Verified, verified
 from tools.plan.tables import TextTable, layout_text
 from tools.plan.timing.constants import Constants
-from tools.plan.timing.cost import StepTime
+from tools.plan.timing.cost import StepTime, predict
+from tools.plan.timing.rollout import speculation_text
 from tools.plan.timing.run_shape import MicroBatches, RunShape, TrainShape
 from tools.plan.whole import WholePlan
 
@@ -22,7 +25,7 @@ COLUMNS = ("", "training", "micro-batch", "again", "rollout", "seconds", "tokens
 
 def search(plan: WholePlan, shape: RunShape, constants: Constants, count: int, console: Console) -> bool:
     """Prints the ``count`` fastest layouts whose plans fit, the config's own first; whether there is one."""
-    found = ranking(plan.run, shape, plan.size, constants)
+    found = ranking(plan.run, shape, plan.size, constants, tries_drafts=True)
     divide = f"{found.num_training:,} training layout(s) divide, {found.num_fitting:,}"
     console.print(f"{divide} fit by the bound; planning the fastest")
 
@@ -45,7 +48,7 @@ def search(plan: WholePlan, shape: RunShape, constants: Constants, count: int, c
     if not good:
         console.print("[red]no layout was found that fits[/red]: more nodes, or shorter rows")
         return False
-    _print_reasons(own.step, plan, good[0], console)
+    _print_reasons(own.step, plan, good[0], constants, console)
     return True
 
 
@@ -70,7 +73,8 @@ def _rollout_text(candidate: Candidate) -> str:
     if candidate.shape.model.n_routed_experts and not rollout.has_expert_parallel:
         experts = " experts cut"
     eager = "" if rollout.has_graphs else ", eager"
-    return f"TP{rollout.tp} DP{rollout.dp}{experts}, {rollout.max_num_batched_tokens} tokens{eager}"
+    drafts = f", {rollout.draft_method} {rollout.num_drafts}" if rollout.num_drafts else ""
+    return f"TP{rollout.tp} DP{rollout.dp}{experts}, {rollout.max_num_batched_tokens} tokens{eager}{drafts}"
 
 
 def _cells(candidate: Candidate, plan: WholePlan | None, problems: Sequence[str]) -> tuple[str, ...]:
@@ -97,7 +101,7 @@ def batch(cut: MicroBatches) -> str:
     return f"{cut.token_budget:,} tokens" if cut.token_budget else str(cut.samples)
 
 
-def _print_reasons(own: StepTime, plan: WholePlan, best: Verified, console: Console) -> None:
+def _print_reasons(own: StepTime, plan: WholePlan, best: Verified, constants: Constants, console: Console) -> None:
     ours = best.candidate.step
     change = ours.total_s / own.total_s - 1
     console.print(
@@ -106,12 +110,23 @@ def _print_reasons(own: StepTime, plan: WholePlan, best: Verified, console: Cons
     )
     reasons = differences(own, ours, "the config")
     reasons += [f"the config's own does not work: {problem}" for problem in plan.problems[:1]]
+    reasons += _draft_reasons(plan, best.candidate.shape, constants)
     if best.plan is not None:
         reasons.append(f"fullest in {best.plan.worst.peak.name} on {best.plan.worst.name}")
     for reason in reasons:
         console.print(f"  {reason}", highlight=False, markup=False)
     console.print("As overrides:")
     print_plain(console, "  " + " ".join(best.overrides))
+
+
+def _draft_reasons(plan: WholePlan, shape: RunShape, constants: Constants) -> list[str]:
+    """The step with each number of drafts, and what is expected of those that ``shape`` has."""
+    device, tried = plan.run.device, []
+    for rollout in drafting_rollouts(plan.run, shape.rollout):
+        total_s = predict(replace(shape, rollout=rollout), device, constants).total_s
+        tried.append(f"{rollout.draft_method} {rollout.num_drafts}: {total_s:,.1f} s".replace(" 0:", "none:"))
+    text = speculation_text(shape, device, constants.rates(device.family))
+    return [f"drafts: {', '.join(tried)}"] * (len(tried) > 1) + [text] * bool(text)
 
 
 def _sentence(phase: str, other: StepTime, step: StepTime, other_name: str) -> str:

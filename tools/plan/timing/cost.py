@@ -27,6 +27,7 @@ class StepTime:
     updated_tokens: float  # that an update computes, where samples share their prompt
     # phase or ``total`` -> largest leave-one-out error among published rows of this device family, if there are any
     errors: Mapping[str, PhaseError] = field(default_factory=dict)
+    speculation: str = ""  # what is expected of drafts, for people
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -100,6 +101,9 @@ def sensitivity(shape: RunShape, device: DeviceProfile, constants: Constants) ->
         ]
     if shape.rollout.has_graphs:
         changed.append(("decode without graphs", replace(shape, rollout=replace(shape.rollout, has_graphs=False))))
+    if shape.rollout.num_drafts:
+        plain = replace(shape.rollout, draft_method="", num_drafts=0)
+        changed.append(("without drafts", replace(shape, rollout=plain)))
     if shape.dispatch == "direct":
         changed.append(("rows through the controller", replace(shape, dispatch="controller")))
     return [(what, predict(other, device, constants)) for what, other in changed if not other.problems()]

@@ -78,6 +78,28 @@ def length_distribution(mean: float, limit: float, spread: float = DEFAULT_SPREA
     return LengthDistribution(tuple(points[: first + 1]), (*_EDGES[1 : first + 1], 1.0))
 
 
+@lru_cache(maxsize=256)
+def scattered(lengths: LengthDistribution, variance: float) -> LengthDistribution:
+    """``lengths``, each with a normal deviation whose variance is ``variance`` times the length."""
+    normal, edges = NormalDist(), list(pairwise(_EDGES))
+    deviations = [(normal.inv_cdf((low + high) / 2), high - low) for low, high in edges]
+    pairs = sorted(
+        (max(1.0, point + sqrt(variance * point) * deviation), (high - low) * share)
+        for point, (low, high) in lengths._intervals
+        for deviation, share in deviations
+    )
+    points, below, so_far = [], [], 0.0
+    ends = iter(_EDGES[1:])
+    end, total, weight = next(ends), 0.0, 0.0
+    for point, share in pairs:
+        so_far, total, weight = so_far + share, total + point * share, weight + share
+        if so_far >= end - 1e-9:
+            points.append(total / weight)
+            below.append(min(so_far, 1.0))
+            end, total, weight = next((edge for edge in ends if edge > so_far), 2.0), 0.0, 0.0
+    return LengthDistribution(tuple(points), (*below[:-1], 1.0))
+
+
 @lru_cache(maxsize=4096)
 def _max_of(lengths: LengthDistribution, count: float) -> float:
     powers = [below**count for below in (0.0, *lengths.below)]

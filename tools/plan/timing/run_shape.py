@@ -8,6 +8,8 @@ from typing import Any
 
 from hf_formats.config import HFModelConfig
 from megatron.core.parallel_layout import ParallelLayout
+from tools.plan.timing.drafts import MTP, default_acceptance, draft_problems
+from tools.plan.timing.graphs import graph_sizes, most_captured
 from tools.plan.timing.lengths import DEFAULT_SPREAD, LengthDistribution, length_distribution
 from tools.plan.timing.turns import Turns, default_turns
 from verl.trainer.config import PPOTrainerConfig
@@ -25,7 +27,7 @@ OPTIMIZERS = ("resident", "offloaded", "swapped", "cpu")
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of prompts and responses."""
+    """Tokens of prompts and responses, and of drafts that are right."""
 
     prompt_mean: float  # over the batch
     response_mean: float
@@ -34,6 +36,7 @@ class Lengths:
     spread: float = DEFAULT_SPREAD  # standard deviation of the logarithm of uncut response lengths; 0: all equal
     together: int = 1  # samples that compute a prompt once
     turns: Turns | None = None  # None: a sample is one turn
+    acceptance: tuple[float, ...] = ()  # shares of right drafts by position, see ``drafts``; empty = the method's own
 
     @property
     def responses(self) -> LengthDistribution:
@@ -101,6 +104,9 @@ class RolloutShape:
     most_gathered: int = 0  # tokens of an engine up to which every rank gets all of them; more go to their experts
     has_whole_shared: bool = False  # every rank reads the shared experts whole, else its part of their width
     shares_prompts: bool = False  # samples take what another of their prompt has computed
+    draft_method: str = ""  # of the drafts that decode steps verify; none where there are none
+    num_drafts: int = 0  # at most, of a sequence and step
+    most_drafting: int = 0  # sequences up to which there are drafts; 0 = any number
     # Of these depends memory alone, not the time of a step.
     expert_exchange: str = "all_gather"
     max_num_batched_tokens: int = 0
@@ -108,6 +114,16 @@ class RolloutShape:
     @property
     def replicas(self) -> int:
         return self.world_size // self.tp
+
+    @property
+    def ranks_sharing_experts(self) -> int:
+        """Ranks that tokens go to; 1 where every replica has all experts."""
+        return self.tp * self.dp if self.has_expert_parallel else 1
+
+    @property
+    def has_draft_layer(self) -> bool:
+        """Whether the model's prediction layer drafts."""
+        return self.draft_method == MTP
 
     @property
     def expert_ranks(self) -> int:
@@ -142,6 +158,11 @@ class RunShape:
     def load_spread(self, usual: float) -> float:
         """The standard deviation of an expert's tokens over their mean: ``usual`` where the shape has none."""
         return usual if self.expert_load_spread is None else self.expert_load_spread
+
+    @property
+    def acceptance(self) -> tuple[float, ...]:
+        """Shares of right drafts by position, each where those before it are right."""
+        return self.lengths.acceptance or default_acceptance(self.rollout.draft_method)
 
     def with_train(self, **changes: Any) -> RunShape:
         """The shape with other fields of ``train``."""
@@ -198,7 +219,7 @@ class RunShape:
         ):
             if value not in allowed:
                 found.append(f"{what} is {value!r}; expected one of {', '.join(allowed)}")
-        return found
+        return found + draft_problems(model, rollout.draft_method, self.acceptance)
 
     @staticmethod
     def of(config: PPOTrainerConfig, hf: HFModelConfig, lengths: Lengths | None = None, name: str = "run") -> RunShape:
@@ -210,6 +231,7 @@ class RunShape:
         models, trainer = config.actor_rollout_ref, config.trainer
         actor, ref, rollout, engine = models.actor, models.ref, models.rollout, models.actor.megatron
         num_rollout_ranks, given = config.rollout_world_size, models.model
+        num_drafts = _given_count(rollout, "num_speculative_tokens")
         fields = engine.transformer_fields(given.gradient_checkpointing_kwargs, given.enable_gradient_checkpointing)
         update = MicroBatches(samples=actor.ppo_micro_batch_size_per_gpu or 1)
         if actor.use_dynamic_bsz:
@@ -245,11 +267,14 @@ class RunShape:
                 memory_share=rollout.gpu_memory_utilization,
                 weight_bytes={"fp8": 1.0}.get(rollout.quantization or "", 4.0 if rollout.dtype == "float32" else 2.0),
                 has_graphs=not rollout.enforce_eager,
-                graph_sizes=_graph_sizes(rollout, trainer.device),
+                graph_sizes=graph_sizes(rollout, trainer.device, num_drafts),
                 lacks=_lacking(rollout),
                 most_gathered=MOST_GATHERED_TOKENS if trainer.device == "cuda" else 0,
                 has_whole_shared=rollout.use_sequence_parallel_moe,
                 shares_prompts=rollout.enable_prefix_caching,
+                draft_method=str(rollout.speculative_config.get("method", "")),
+                num_drafts=num_drafts,
+                most_drafting=_given_count(rollout, "disable_by_batch_size"),
                 expert_exchange=rollout.expert_exchange,
                 max_num_batched_tokens=rollout.max_num_batched_tokens,
             ),
@@ -259,6 +284,8 @@ class RunShape:
             schedule=trainer.schedule,
             expert_load_spread=0.0 if engine.fix_router and rollout.fix_router else None,
         )
+        if num_drafts and not _can_capture(shape, rollout, trainer.device):
+            shape = replace(shape, rollout=replace(shape.rollout, has_graphs=False))
         if problems := shape.problems():
             raise ValueError(f"{name} cannot be timed:\n" + "\n".join(f"  - {problem}" for problem in problems))
         return shape
@@ -295,11 +322,18 @@ def _recomputed_layers(fields: dict[str, object]) -> int:
     return count if fields.get("recompute_method") == "block" and isinstance(count, int) else -1
 
 
-def _graph_sizes(rollout: RolloutConfig, device: str) -> tuple[int, ...]:
-    """The config's, else those of the engine on the device: one on an NPU."""
-    if rollout.cudagraph_capture_sizes is None and device == "npu":
-        return (rollout.max_num_seqs,)
-    return tuple(sorted(rollout.cudagraph_capture_sizes or ()))
+def _can_capture(shape: RunShape, rollout: RolloutConfig, kind: str) -> bool:
+    """Whether the largest graph can have the exchange of experts; if it cannot, an engine captures none."""
+    given = shape.rollout
+    largest = max(given.graph_sizes, default=given.max_num_seqs * (1 + given.num_drafts))
+    most = most_captured(shape.model, kind, given.tp, given.ranks_sharing_experts)
+    return rollout.expert_exchange != "dispatch" or largest <= most
+
+
+def _given_count(rollout: RolloutConfig, name: str) -> int:
+    """A number of ``speculative_config``; 0 for one that is not given, or refused elsewhere."""
+    value = rollout.speculative_config.get(name)
+    return value if isinstance(value, int) and value > 0 else 0
 
 
 def _optimizer(config: PPOTrainerConfig) -> str:

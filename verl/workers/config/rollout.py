@@ -140,11 +140,13 @@ class RolloutConfig(Section):
             yield f"{where}.expert_exchange is {self.expert_exchange!r}; it needs {where}.enable_expert_parallel=True"
         if self.use_sequence_parallel_moe and self.expert_exchange != "dispatch":
             yield f"{where}.use_sequence_parallel_moe is True; it needs {where}.expert_exchange=dispatch"
-        sizes = self.cudagraph_capture_sizes
-        if sizes is not None and (not sizes or min(sizes) < 1 or max(sizes) > self.max_num_seqs):
+        sizes, num_drafts = self.cudagraph_capture_sizes, self.speculative_config.get("num_speculative_tokens", 0)
+        most = self.max_num_seqs * (1 + num_drafts if isinstance(num_drafts, int) else 1)
+        if sizes is not None and (not sizes or min(sizes) < 1 or max(sizes) > most):
+            with_drafts = f" and its drafts, {most}" if num_drafts else f" {most}"
             yield (
-                f"{where}.cudagraph_capture_sizes is {list(sizes)}; give numbers of sequences from 1 to max_num_seqs "
-                f"{self.max_num_seqs}, or leave it out"
+                f"{where}.cudagraph_capture_sizes is {list(sizes)}; give numbers of sequences from 1 to max_num_seqs"
+                f"{with_drafts}, or leave it out"
             )
         if self.max_model_len is not None and self.max_model_len < self.prompt_length + self.response_length:
             yield (
