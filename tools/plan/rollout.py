@@ -103,7 +103,7 @@ def plan_rollout(
             core.parallel.exchange_step(0, False, True, core.device)
         report = llm.get_memory_report()
         tables = [core.worker.model.rotary.cos, core.worker.model.rotary.sin, core.worker.runner.sampler.vocab_keys_W]
-        tables += core.worker.graphs.input_buffers if core.worker.graphs is not None else []
+        tables += [buffer for graphs in core.worker.all_graphs for buffer in graphs.input_buffers]
         state_bytes = {
             "weights": report["weights_bytes"],
             "kv_cache": report["kv_cache_bytes"],
@@ -134,10 +134,13 @@ def _run(
         drafts={str(row.row): [load.token] * row.num_drafts for row in step.rows if row.num_drafts},
         block_copies=list(step.block_copies),
     )
+    speculation = core.scheduler.speculation
+    num_passes = 0 if speculation is None else speculation.num_passes(len(requests))
     before = planned.meter.now_bytes
     launches_before = planned.launches
     with planned.log.apart() as calls, worker.timeline.span(name):
-        exchange = core.parallel.exchange_step(step.num_tokens, True, scheduled.is_decode_only, core.device)
+        facts = step.num_tokens, True, scheduled.is_decode_only
+        exchange = core.parallel.exchange_step(*facts, core.device, num_passes, len(scheduled.sampled))
         core.worker.execute(scheduled, exchange)
     peak = worker.timeline.phases[-1].peak_bytes - before
     launches = planned.launches - launches_before

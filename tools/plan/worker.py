@@ -19,7 +19,6 @@ from megatron.core.models.gpt import GPTModel, ModelChunks
 from megatron.core.ops import TrainOps
 from mindspeed_llm.model import build_model
 from tools.plan.device import DEVICE, MemoryMeter
-from tools.plan.draft_layer import add_projection, has_draft_layer, planned_engine_model, without_draft_layer
 from tools.plan.ops import Routing, train_ops
 from tools.plan.platform import PlannedPlatform
 from tools.plan.rollout_ops import ordinary_token, rollout_ops, rollout_spread
@@ -31,7 +30,7 @@ from verl.utils.device import group_backend
 from verl.utils.distributed import world_group
 from verl.utils.timeline import Timeline
 from verl.workers.actor import MegatronPPOActor
-from verl.workers.config import McoreEngineConfig, RolloutConfig
+from verl.workers.config import McoreEngineConfig
 from verl.workers.engine_setup import model_fields
 from verl.workers.megatron_workers import ActorRolloutRefWorker
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
@@ -114,16 +113,8 @@ class PlannedRollout(vLLMRollout):
 
     takes_samples = False
 
-    def __init__(self, config: RolloutConfig, model_path: str, **engine: Any) -> None:
-        self._has_draft_layer = has_draft_layer(config)
-        with planned_engine_model(config, model_path) as (planned, folder):
-            super().__init__(planned, folder, **engine)
-        if self._has_draft_layer:
-            add_projection(self.inference_engine)
-
     def rank_shards(self, rank: int) -> LazyShards:
-        config = self.inference_engine.config
-        return lazy_shards(without_draft_layer(config) if self._has_draft_layer else config, rank)
+        return lazy_shards(self.inference_engine.config, rank)
 
     def update_weight_shards(self, version: int) -> AbstractContextManager[ShardWriter]:
         return nullcontext(ForgetfulWriter({})) if self.takes_samples else super().update_weight_shards(version)

@@ -133,13 +133,14 @@ def rollout_settings(run: PlannedRun, shape: RolloutShape) -> list[RolloutShape]
 
 
 def drafting_rollouts(run: PlannedRun, shape: RolloutShape) -> list[RolloutShape]:
-    """``shape`` without drafts, and with some: of the config's method, else of the model's prediction layer.
+    """``shape`` without drafts, and with some: of the config's method, else of a prediction layer that is trained.
 
     With graphs of given sizes each number of drafts has one for its rows, as far as those can be captured.
     """
     sizes = tuple(size for size in shape.graph_sizes if size <= shape.max_num_seqs)
     plain = replace(shape, draft_method="", num_drafts=0, most_drafting=0, graph_sizes=sizes)
-    method = shape.draft_method or (MTP if run.hf.num_nextn_predict_layers else "")
+    overrides = run.config.actor_rollout_ref.actor.megatron.override_transformer_config
+    method = shape.draft_method or (MTP if overrides.get("mtp_num_layers") else "")
     if not method:
         return [plain]
     most = most_captured(run.hf, KINDS[run.device.family], shape.tp, shape.ranks_sharing_experts)

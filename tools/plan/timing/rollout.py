@@ -151,8 +151,8 @@ class RolloutTimes:
         """``TERMS`` of one step of ``sequences`` running on each replica, each with ``context`` tokens in the cache and
         ``num_drafts`` drafts; with a prediction layer ``DRAFTS`` too.
 
-        That layer computes all rows, also without drafts, for they may come later, and one row of each sequence for
-        every further draft; it is captured as the others are. Ngrams and suffixes are looked up in no time.
+        That layer computes all rows where it drafts at all, and one row of each sequence for every further draft; it is
+        captured as the others are. Ngrams and suffixes are looked up in no time.
         """
         rollout, rates = self.rollout, self.rates
         rows = sequences * (1 + num_drafts)
@@ -160,11 +160,11 @@ class RolloutTimes:
         host = rates.decode_host_s + rates.decode_host_s_per_sequence * rows + 2 * agreement
         terms = self._pass(self.work, rows, context) | {"host": host}
         if rollout.has_draft_layer:
-            passes = [sum(self._pass(self.draft_layer, rows, context).values())]
-            if num_drafts:
-                passes.append((num_drafts - 1) * sum(self._pass(self.draft_layer, sequences, context).values()))
-                passes.append(num_drafts * sum(self._pass(self.head, sequences, context).values()))
-            terms[DRAFTS] = sum(passes)
+            terms[DRAFTS] = 0.0
+        if rollout.has_draft_layer and num_drafts:
+            of_layer = [sum(self._pass(self.draft_layer, count, context).values()) for count in (rows, sequences)]
+            heads = num_drafts * sum(self._pass(self.head, sequences, context).values())
+            terms[DRAFTS] = of_layer[0] + (num_drafts - 1) * of_layer[1] + heads
         return terms
 
     def _pass(self, work: ModelWork, rows: float, context: float) -> dict[str, float]:

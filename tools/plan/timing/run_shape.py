@@ -86,6 +86,7 @@ class TrainShape:
     exchange_beside: str = "nothing"
     is_balanced: bool = False  # rows are balanced over data-parallel ranks by length
     shares_prompts: bool = False  # samples of a micro-batch compute their prompt once
+    prediction_layers: int = 0  # of multi-token prediction, behind the last stage's, each with logits of its own
 
 
 @dataclass(frozen=True)
@@ -257,6 +258,7 @@ class RunShape:
                 exchange_beside="shared" if fields.get("moe_shared_expert_overlap") else "nothing",
                 is_balanced=trainer.balance_batch,
                 shares_prompts=not (actor.shuffle or actor.skip_sharing_reason(trainer.device)),
+                prediction_layers=engine.override_transformer_config.get("mtp_num_layers") or 0,
             ),
             rollout=RolloutShape(
                 world_size=num_rollout_ranks,

@@ -166,6 +166,12 @@ class _Training:
             if stage == self.layout.pipeline_model_parallel_size - 1:
                 head = 2.0 * self.work.embedding * batch.waited / self.shards / self.flops_per_s
                 terms["compute"] += head * (3 if is_update else 1)
+                if is_update and self.train.prediction_layers:  # no other pass has them
+                    last = passes[self.shape.model.has_moe_mtp]
+                    again = self.train.recomputed_layers != 0
+                    _add(terms, last, self.train.prediction_layers * (1 + again), 1.0, 1.0)
+                    _add(terms, last, self.train.prediction_layers, 2.0, 1.5)
+                    terms["compute"] += head * (3 + again) * self.train.prediction_layers
             if self.layout.pipeline_model_parallel_size > 1:
                 sent = batch.waited * self.work.hidden * WEIGHT_BYTES / self.shards
                 terms["sends"] = self.links.send(sent, self._group("pp").is_in_domain) * (2 if is_update else 1)

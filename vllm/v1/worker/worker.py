@@ -49,7 +49,8 @@ class Worker:
         return DecodeGraphs(self._rank, forward, self.cache.num_blocks, self._freed_by_sleep, compute_logits)
 
     @property
-    def _all_graphs(self) -> list[DecodeGraphs]:
+    def all_graphs(self) -> list[DecodeGraphs]:
+        """Those of the model and of its prediction layer; none without graphs."""
         found = (self.graphs, None if self.proposer is None else self.proposer.graphs)
         return [graphs for graphs in found if graphs is not None]
 
@@ -76,7 +77,7 @@ class Worker:
 
     def sleep(self, level: int, tags: Collection[str]) -> None:
         """Free what `tags` name; level 1 keeps a copy of the weights on the host, level 2 does not."""
-        for graphs in self._all_graphs:
+        for graphs in self.all_graphs:
             graphs.sleep()
         if "weights" in tags:
             self.weights.free(keeps_copy=level == 1)
@@ -85,7 +86,7 @@ class Worker:
 
     def shutdown(self) -> None:
         """Free everything; nothing can be called afterwards."""
-        for graphs in self._all_graphs:
+        for graphs in self.all_graphs:
             graphs.drop()
         self.cache.caches = []
         self.sleep(2, ("weights", "kv_cache"))
