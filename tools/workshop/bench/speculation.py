@@ -1,9 +1,9 @@
 """``python -m tools.workshop.bench.speculation``: generation with drafts beside generation without them, in turns.
 
-All engines are alive in one process and take the rounds in turns, on the same prompts and threads. Figures are medians
-over rounds; tokens must be those without drafts. Every round of an engine that remembers texts begins without any, or
-with those that the model in ``--before``, an earlier checkpoint of the same run, gives to the same prompts. ``limit``
-is what the verified drafts give at most by the engine's measured costs: tokens of a step over its cost.
+All engines are alive in one process and take the rounds in turns, on the same prompts and threads. Figures are the
+least of the rounds; tokens must be those without drafts. Every round of an engine that remembers texts begins without
+any, or with those that the model in ``--before``, an earlier checkpoint of the same run, gives to the same prompts.
+``limit`` is what the verified drafts give at most by the engine's measured costs: tokens of a step over its cost.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -93,12 +92,12 @@ def measure(
             seconds[way].append(time.perf_counter() - start_s)
             counts = [0, 0, 0] if core.scheduler.speculation is None else core.scheduler.speculation.counts
             found[way] = [list(one.outputs[0].token_ids) for one in outputs], core.num_steps - num_steps, list(counts)
-    off_s, tokens = median(seconds["off"][1:]), found["off"][0]
+    off_s, tokens = min(seconds["off"][1:]), found["off"][0]
     print(f"{sequences} sequences, temperature {params.temperature}, {sum(map(len, tokens))} tokens", flush=True)
     for way, (own, steps, (verified, drafts, right)) in found.items():
         if own != tokens:
             raise RuntimeError(f"{way}: its tokens are not those without drafts")
-        spent_s, length = median(seconds[way][1:]), ""
+        spent_s, length = min(seconds[way][1:]), ""
         if verified:
             length = f"{1 + right / verified:.2f} tokens a verified step, {right / drafts:.0%} right"
             length += limit(engines[way], sum(map(len, tokens)), drafts, right)
@@ -110,11 +109,12 @@ def prepare(llm: LLM, prompts: list[Any], params: SamplingParams, args: argparse
     speculation = llm.engine.core.scheduler.speculation
     if speculation is not None:
         speculation.forget()
-        if args.before is not None:
-            llm.update_weights(weights_of(args.before))
-            earlier = SamplingParams(temperature=params.temperature, max_tokens=params.max_tokens, seed=100 + number)
-            llm.generate(prompts, earlier, use_tqdm=False)
-            llm.update_weights(weights_of(args.model))
+    if args.before is not None:
+        llm.update_weights(weights_of(args.before))
+        earlier = SamplingParams(temperature=params.temperature, max_tokens=params.max_tokens, seed=100 + number)
+        llm.generate(prompts, earlier, use_tqdm=False)
+        llm.update_weights(weights_of(args.model))
+        if speculation is not None:
             speculation.counts = [0, 0, 0]
     llm.engine.core.scheduler.kv.reset_prefix_cache()
 
@@ -161,7 +161,7 @@ def beside_vllm(prompts: list[Any], params: SamplingParams, sequences: int, args
     if not lines:
         raise RuntimeError(f"vLLM has ended with {done.returncode}:\n{done.stderr[-2000:]}")
     found = json.loads(lines[-1].removeprefix("RESULT "))
-    off_s, ngram_s = (median(found[way]["seconds"][1:]) for way in ("off", "ngram"))
+    off_s, ngram_s = (min(found[way]["seconds"][1:]) for way in ("off", "ngram"))
     print(f"  vLLM off  {off_s:7.2f} s, ngram:4 {ngram_s:7.2f} s  {off_s / ngram_s:5.2f} times", flush=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 
 from torch.profiler import record_function
@@ -56,7 +57,7 @@ class EngineCore:
         """
         speculation = self.scheduler.speculation
         if speculation is not None and speculation.needs_costs:
-            speculation.costs = measure_step_costs(self._rank, self.worker)
+            speculation.costs = measure_step_costs(self._rank, self.worker, self._seconds_of_step)
         step = self.scheduler.schedule()
         drafting = () if speculation is None else (step.num_draft_passes, len(step.sampled))
         facts = step.total_num_tokens, self.has_work, step.is_decode_only
@@ -86,6 +87,16 @@ class EngineCore:
         if problems:
             self._clean_free_blocks()
         return finished, True
+
+    def _seconds_of_step(self, scheduler: Scheduler) -> float:
+        """The time of the next step of another scheduler's requests."""
+        own, num_steps, start_s = self.scheduler, self.num_steps, time.perf_counter()
+        self.scheduler = scheduler
+        try:
+            self.step()
+        finally:
+            self.scheduler, self.num_steps = own, num_steps
+        return time.perf_counter() - start_s
 
     def require_finite(self) -> None:
         """NonFiniteLogitsError when a step's logits were not finite; the requests should be dropped then."""

@@ -14,6 +14,7 @@ import numpy as np
 # drafts that did not pay are tried again.
 _TRIED, _RIGHT = 4.0, 3.0
 _KEPT, _STEPS_BETWEEN = 0.97, 16
+_WORTH = 1.05  # of the rate without drafts: what costs and chances leave out is not worth less
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def num_worthwhile(num_sequences: int, chances: np.ndarray, costs: StepCosts, le
     seconds = costs.verified[num_sequences : num_sequences + len(tokens)].copy()
     tokens = tokens[: len(seconds)]
     seconds[0] = costs.plain[num_sequences]
-    return int(np.argmax(tokens / np.maximum(seconds, least_s)))
+    return _best(tokens / np.maximum(seconds, least_s))
 
 
 def num_worthwhile_passes(num_sequences: int, chances: Sequence[float], costs: StepCosts) -> int:
@@ -56,7 +57,12 @@ def num_worthwhile_passes(num_sequences: int, chances: Sequence[float], costs: S
     further = np.maximum(np.arange(len(tokens)) - 1, 0) * costs.predicted[num_sequences]
     seconds = costs.verified[rows] + costs.predicted[rows] + further
     seconds[0] = costs.plain[num_sequences]
-    return int(np.argmax(tokens / seconds))
+    return _best(tokens / seconds)
+
+
+def _best(rates: np.ndarray) -> int:
+    best = int(np.argmax(rates))
+    return best if rates[best] > _WORTH * rates[0] else 0
 
 
 class Acceptance:

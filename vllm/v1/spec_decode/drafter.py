@@ -47,8 +47,9 @@ class Speculation:
         num_elsewhere: the most sequences that a replica which steps together with this one had in the last step.
     """
 
-    def __init__(self, config: SpeculativeConfig) -> None:
-        self._config = config
+    def __init__(self, config: SpeculativeConfig, drafter: Drafter | None = None) -> None:
+        """``drafter``: in place of the method's."""
+        self._config, self._given = config, drafter
         self.costs: StepCosts | None = None
         self.num_elsewhere = 0
         self.forget()
@@ -59,7 +60,7 @@ class Speculation:
 
     def forget(self) -> None:
         """Begin anew, without any text."""
-        self._drafter = _DRAFTERS[self._config.method](self._config)
+        self._drafter = self._given or _DRAFTERS[self._config.method](self._config)
         self._acceptance = Acceptance(self._drafter.num_kinds, self._config.num_speculative_tokens)
         self._kinds: dict[str, int] = {}  # of the last step's drafts
         self._last_passes = (0, 0), 0
@@ -81,10 +82,10 @@ class Speculation:
 
     def note_predictions(self, requests: Sequence[Request], drafts: Mapping[str, list[int]]) -> None:
         """The prediction layer has made these drafts, by request, behind the step of these requests."""
-        assert isinstance(self._drafter, _Predictions)
-        for request in requests:
-            if request.request_id in drafts:
-                self._drafter.note(request, drafts[request.request_id])
+        if isinstance(self._drafter, _Predictions):  # else nobody wants them
+            for request in requests:
+                if request.request_id in drafts:
+                    self._drafter.note(request, drafts[request.request_id])
 
     def propose(self, requests: Sequence[Request], room: int) -> dict[str, list[int]]:
         """At most ``room`` drafts in all, by request, for those that compute one token in this step."""

@@ -27,10 +27,10 @@ Forward: TypeAlias = Callable[[Tensor, list[KVCache], ForwardContext], Tensor]
 
 
 def num_scratch_blocks(config: VllmConfig) -> int:
-    """Return the number of KV blocks of nobody: for the padding of the largest graph, and for steps that are timed."""
-    size = config.cache.block_size
-    count = 0 if config.compilation.enforce_eager else -(-config.compilation.cudagraph_capture_sizes[-1] // size)
-    return count if config.speculative is None else max(count, 2 + config.speculative.num_speculative_tokens // size)
+    """Return the number of KV blocks for the padding of the largest graph; 0 without graphs."""
+    if config.compilation.enforce_eager:
+        return 0
+    return -(-config.compilation.cudagraph_capture_sizes[-1] // config.cache.block_size)
 
 
 class _Input:
