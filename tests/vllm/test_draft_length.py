@@ -15,8 +15,8 @@ from tests.vllm.tiny import TINY, write_checkpoint
 from vllm import LLM, SamplingParams
 from vllm.v1.spec_decode.draft_length import Acceptance, StepCosts, interpolated, num_worthwhile, num_worthwhile_passes
 
-MEMORY_BOUND = StepCosts(np.ones(65), np.ones(65), np.full(65, 0.01))
-COMPUTE_BOUND = StepCosts(*(np.arange(65) * share for share in (1.0, 1.0, 0.1)))
+MEMORY_BOUND = StepCosts(np.ones(65), np.ones(65), np.zeros(65), np.full(65, 0.01))
+COMPUTE_BOUND = StepCosts(*(np.arange(65) * share for share in (1.0, 1.0, 1.0, 0.1)))
 
 
 def test_all_drafts_pay_where_rows_are_free_and_none_where_each_costs_as_much_as_a_token() -> None:
@@ -38,10 +38,13 @@ def test_no_other_number_of_drafts_gives_more_tokens_a_second(
     num_sequences: int, chances: list[float], steps: list[float], least_s: float
 ) -> None:
     chances.sort(reverse=True)
-    costs = StepCosts(*np.cumsum([[0.5, *steps]] * 3, axis=1))
+    rows_s = np.cumsum([0.5, *steps])
+    costs = StepCosts(rows_s, 2 * rows_s, rows_s[::-1].cumsum(), rows_s)
 
     def rate(count: int) -> float:
-        seconds = costs.verified[num_sequences + count] if count else costs.plain[num_sequences]
+        seconds = costs.plain[num_sequences]
+        if count:
+            seconds = max(seconds + costs.drafted[count], costs.verified[num_sequences + count])
         return (num_sequences + sum(chances[:count])) / max(seconds, least_s)
 
     chosen = num_worthwhile(num_sequences, np.array(chances), costs, least_s)

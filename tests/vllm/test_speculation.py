@@ -112,7 +112,9 @@ def test_any_requests_end_as_without_drafts(path: str, method: str, way: dict[st
     plain = make_llm(path, None, **way)
     engines = [make_llm(path, {"method": method, "num_speculative_tokens": k}, **way) for k in (1, 2, 3, 5, 7)]
     for engine in engines[::2]:  # many rows do not pay: the prediction layer stops and goes on
-        engine.engine.core.scheduler.speculation.costs = StepCosts(*[np.maximum(9, np.arange(50))] * 2, np.ones(50))
+        engine.engine.core.scheduler.speculation.costs = StepCosts(
+            *[np.maximum(9, np.arange(50))] * 2, *[np.ones(50)] * 2
+        )
 
     @settings(
         max_examples=6,

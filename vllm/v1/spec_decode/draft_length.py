@@ -19,13 +19,20 @@ _WORTH = 1.05  # of the rate without drafts: what costs and chances leave out is
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Seconds of a step: of n sequences without drafts, of n rows of sequences and drafts, and of a pass of the
-    prediction layer over n rows, each by n from 0 on.
+    """Seconds by n, from 0 on: of a step of n sequences without drafts; of one of n rows of sequences and drafts; what
+    n drafts add to a step; and of a pass of the prediction layer over n rows.
     """
 
     plain: np.ndarray
     verified: np.ndarray
+    drafted: np.ndarray
     predicted: np.ndarray
+
+    def of_steps(self, num_sequences: int, drafts: np.ndarray) -> np.ndarray:
+        """Of steps of so many sequences, each with another number of drafts."""
+        with_drafts = self.plain[num_sequences] + self.drafted[drafts]
+        seconds = np.maximum(with_drafts, self.verified[num_sequences + drafts])
+        return np.where(drafts > 0, seconds, self.plain[num_sequences])
 
 
 def interpolated(measured: Mapping[int, float], most: int) -> np.ndarray:
@@ -44,20 +51,18 @@ def num_worthwhile(num_sequences: int, chances: np.ndarray, costs: StepCosts, le
     ``least_s``: what the step costs in any case, because of the replicas that step together with this one.
     """
     tokens = num_sequences + np.concatenate(([0.0], np.cumsum(chances)))
-    seconds = costs.verified[num_sequences : num_sequences + len(tokens)].copy()
-    tokens = tokens[: len(seconds)]
-    seconds[0] = costs.plain[num_sequences]
+    seconds = costs.of_steps(num_sequences, np.arange(len(tokens)))
     return _best(tokens / np.maximum(seconds, least_s))
 
 
 def num_worthwhile_passes(num_sequences: int, chances: Sequence[float], costs: StepCosts) -> int:
     """How many passes the prediction layer makes behind a step of so many sequences, for drafts with these chances."""
     tokens = num_sequences * (1 + np.concatenate(([0.0], np.cumsum(chances))))
-    rows = np.minimum(num_sequences * np.arange(1, len(tokens) + 1), len(costs.verified) - 1)
-    further = np.maximum(np.arange(len(tokens)) - 1, 0) * costs.predicted[num_sequences]
-    seconds = costs.verified[rows] + costs.predicted[rows] + further
-    seconds[0] = costs.plain[num_sequences]
-    return _best(tokens / seconds)
+    counts = np.arange(len(tokens))
+    drafts = np.minimum(num_sequences * counts, len(costs.verified) - 1 - num_sequences)
+    first, further = costs.predicted[num_sequences + drafts], costs.predicted[num_sequences]
+    passes = np.where(counts > 0, first + np.maximum(counts - 1, 0) * further, 0.0)
+    return _best(tokens / (costs.of_steps(num_sequences, drafts) + passes))
 
 
 def _best(rates: np.ndarray) -> int:

@@ -33,8 +33,8 @@ class MtpProposer:
     Entries of drafts are overwritten when their positions are computed. A draft is drawn with the noise of its
     position, as the token will be.
 
-    Where steps run no pass, entries are missing. The layer then attends from the first block that begins after such a
-    gap, and a sequence gets drafts again from there on.
+    Where steps run no pass, entries are missing. Behind such a gap a sequence attends to nothing before it, and its
+    entries lie from the beginning of a block on: keys have their positions in them, whatever their slots.
     """
 
     def __init__(
@@ -68,20 +68,13 @@ class MtpProposer:
         if exchange.num_draft_passes == 0:
             batch.predicted_from[rows], batch.has_gaps = NOWHERE, True
             return {}
-        starts = -(-computed // self._block_size) * self._block_size
-        begins = (batch.predicted_from[rows] == NOWHERE) & (starts < batch.num_computed[rows])
-        batch.predicted_from[rows[begins]] = starts[begins]
+        batch.predicted_from[rows] = np.minimum(batch.predicted_from[rows], computed)
         following = self._with_next_tokens(inputs)
         states_TH = self._pass(following, states_TH, exchange.token_counts, exchange.is_decode_everywhere, caches)
         sampled = step.sampled
         drafting_R = np.array([batch.row_of[request.request_id] for request in sampled], dtype=np.int64)
-        last_R = np.cumsum([1 + len(step.drafts.get(request.request_id, ())) for request in sampled], dtype=np.int64)
-        last_R = np.concatenate(([0], last_R))[:-1] + np.array(step.num_sampled or [1] * len(sampled), np.int64) - 1
-        if inputs.sampled_T is not None:
-            last_R = inputs.sampled_T[last_R]
-        alive_R = np.flatnonzero(batch.predicted_from[drafting_R] != NOWHERE)
         drafts: list[list[int]] = [[] for _ in sampled]
-        states_BH = states_TH[self._contexts.send(last_R[alive_R])]
+        alive_R, states_BH = np.arange(len(sampled)), states_TH[self._contexts.send(_last_tokens(step, inputs))]
         for index in range(exchange.num_draft_passes):
             if index:
                 following, is_covered = self._next_positions(drafting_R[alive_R], index)
@@ -101,7 +94,7 @@ class MtpProposer:
         return {request.request_id: draft for request, draft in zip(sampled, drafts, strict=True) if draft}
 
     def _with_next_tokens(self, inputs: StepInputs) -> StepInputs:
-        """The step with the tokens that follow its own, seen from where the cache has all entries."""
+        """The step with the tokens that follow its own."""
         batch = self._batch
         rows_T = np.repeat(inputs.rows_B, inputs.query_lens_B)
         after_T = np.minimum(inputs.positions_T + 1, batch.token_ids.shape[1] - 1)
@@ -111,12 +104,13 @@ class MtpProposer:
         """The pass over the draft number ``index`` of each row, and which rows have a slot for that."""
         batch = self._batch
         positions = batch.num_tokens[rows] + index - 2
-        is_covered = positions < batch.num_blocks[rows] * self._block_size
+        places = positions - batch.predicted_from[rows] % self._block_size
+        is_covered = places < batch.num_blocks[rows] * self._block_size
         rows, positions = rows[is_covered], positions[is_covered]
         following = StepInputs(
             token_ids_T=batch.token_ids[rows, positions + 1],
             positions_T=positions,
-            slots_T=slots(batch, rows, positions),
+            slots_T=slots(batch, rows, places[is_covered]),
             rows_B=rows,
             query_lens_B=np.ones_like(rows),
             seq_lens_B=positions + 1,
@@ -128,11 +122,19 @@ class MtpProposer:
         return self._from_gaps(following), is_covered
 
     def _from_gaps(self, inputs: StepInputs) -> StepInputs:
-        first_B = self._batch.predicted_from[inputs.rows_B] // self._block_size
-        if not first_B.any():
+        """The step as the layer sees it: without what lies before the last gap of each sequence."""
+        starts_B = self._batch.predicted_from[inputs.rows_B]
+        if not starts_B.any():
             return inputs
-        first_B = np.minimum(first_B, (inputs.seq_lens_B - inputs.query_lens_B) // self._block_size)
-        return replace(inputs, seq_lens_B=inputs.seq_lens_B - first_B * self._block_size, first_blocks_B=first_B)
+        rows_T, offsets_T = (
+            np.repeat(column, inputs.query_lens_B) for column in (inputs.rows_B, starts_B % self._block_size)
+        )
+        return replace(
+            inputs,
+            slots_T=slots(self._batch, rows_T, inputs.positions_T - offsets_T),
+            seq_lens_B=inputs.seq_lens_B - starts_B,
+            first_blocks_B=starts_B // self._block_size,
+        )
 
     def _pass(
         self,
@@ -153,3 +155,13 @@ class MtpProposer:
 
     def _captured(self, ids_S: Tensor, caches: list[KVCache], context: ForwardContext) -> Tensor:
         return self._model.predict(ids_S, self._states_SH[: context.num_tokens], caches, context)
+
+
+def _last_tokens(step: SchedulerOutput, inputs: StepInputs) -> np.ndarray:
+    """int64 [R], the token of the step behind which each sequence has got its last token."""
+    sampled = step.sampled
+    lengths = np.array([1 + len(step.drafts.get(request.request_id, ())) for request in sampled], dtype=np.int64)
+    last_R = np.cumsum(lengths) - lengths
+    if step.num_sampled is not None:
+        last_R += np.array(step.num_sampled, dtype=np.int64) - 1
+    return last_R if inputs.sampled_T is None else inputs.sampled_T[last_R]

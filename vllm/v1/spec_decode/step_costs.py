@@ -81,9 +81,13 @@ class _Measurement:
                 for count in found[name]:
                     found[name][count] = min(found[name][count], self._seconds(count, *way))
         plain, verified, both = found["plain"], found["verified"], found.get("predicted", {})
+        drafts = {
+            count * self._drafts: max(0.0, verified[count] - plain[count]) for count in verified.keys() & plain.keys()
+        }
         columns = {
             "plain": plain,
             "verified": {count * rows_of_sequence: cost for count, cost in verified.items()} | {1: plain[1]},
+            "drafted": drafts,
             "predicted": {rows: max(0.0, both[rows] - plain[rows]) for rows in both.keys() & plain.keys()} or {1: 0.0},
         }
         in_ms = ", ".join(

@@ -28,7 +28,7 @@ class InputBatch:
         self.num_prompt = np.zeros(max_num_seqs, dtype=np.int64)
         self.block_table = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
-        # The first position from which the prediction layer's cache has all entries, a block's first one; or NOWHERE.
+        # The first position from which the prediction layer's cache has all entries, or NOWHERE.
         self.predicted_from = np.zeros(max_num_seqs, dtype=np.int64)
         self.has_gaps = False  # blocks that later requests may share lack such entries
         self.temperature = np.zeros(max_num_seqs, dtype=np.float32)
