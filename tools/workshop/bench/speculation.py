@@ -153,6 +153,7 @@ def beside_vllm(prompts: list[Any], params: SamplingParams, sequences: int, args
         [str(args.vllm_python), str(VLLM_PROGRAM)],
         input=json.dumps(given),
         env=environment,
+        cwd=VLLM_PROGRAM.parent,  # our package of that name is in the repository's root
         capture_output=True,
         text=True,
         timeout=VLLM_LIMIT_S,
