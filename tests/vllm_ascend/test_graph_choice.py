@@ -15,7 +15,7 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import Platform
 from vllm.platforms.cuda import CudaPlatform
-from vllm_ascend import versions
+from vllm_ascend import platform, versions
 from vllm_ascend.ops import rollout_ops
 from vllm_ascend.platform import NPUPlatform
 
@@ -45,8 +45,8 @@ def npu_config(path: str, **more: Any) -> VllmConfig:
     return EngineArgs(path, skip_tokenizer_init=True, max_num_seqs=8, **more).create_engine_config(0, 1)
 
 
-def decided(platform: Platform, config: VllmConfig) -> bool | None:
-    return platform.with_graphs_decided(config, rollout_ops()).compilation.enforce_eager
+def decided(device: Platform, config: VllmConfig) -> bool | None:
+    return device.with_graphs_decided(config, rollout_ops()).compilation.enforce_eager
 
 
 NEW = {"cann": "8.3.RC1", "torch_npu": "2.7.1", "driver": "25.0.RC1"}
@@ -91,6 +91,28 @@ def test_software_that_can_captures_graphs(
     install(tmp_path, monkeypatch, **software)
     assert decided(NPUPlatform(), npu_config(path, enforce_eager=None)) is False and not caplog.records
     assert NPUPlatform().config_problems(npu_config(path, enforce_eager=False), rollout_ops()) == []
+
+
+@pytest.mark.parametrize("enforce_eager", [None, False])
+def test_sizes_for_drafts_are_left_out_where_they_alone_exclude_graphs(
+    path: str,
+    enforce_eager: bool | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    install(tmp_path, monkeypatch, **NEW)
+    monkeypatch.setattr(platform, "capture_problem", lambda config: "too large" if max(sizes_of(config)) > 8 else None)
+    drafts = {"method": "ngram", "num_speculative_tokens": 3}
+    config = npu_config(path, enforce_eager=enforce_eager, speculative_config=drafts)
+    assert sizes_of(config)[-1] == 32
+    chosen = NPUPlatform().with_graphs_decided(config, rollout_ops())
+    assert not chosen.compilation.enforce_eager and sizes_of(chosen)[-1] == 8
+    assert "steps of more than 8 rows run eagerly: too large" in caplog.text
+
+
+def sizes_of(config: VllmConfig) -> tuple[int, ...]:
+    return config.compilation.cudagraph_capture_sizes
 
 
 def test_an_engine_that_was_asked_for_graphs_does_not_start_on_old_software(

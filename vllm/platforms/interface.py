@@ -175,12 +175,26 @@ class Platform(ABC):
 
     def with_graphs_decided(self, config: VllmConfig, ops: RolloutOps) -> VllmConfig:
         """Return the configuration whose `enforce_eager` is no longer None; a decision against graphs is logged."""
+        config = self._with_fewer_sizes(config, ops)
         if config.compilation.enforce_eager is not None:
             return config
         reasons = self.graph_problems(config, ops)
         if reasons:
             logger.warning("enforce_eager is not set, and decode steps run eagerly: %s", "; ".join(reasons))
         return replace(config, compilation=replace(config.compilation, enforce_eager=bool(reasons)))
+
+    def _with_fewer_sizes(self, config: VllmConfig, ops: RolloutOps) -> VllmConfig:
+        """The configuration without the sizes of steps that verify drafts, where these alone cannot be captured."""
+        compilation, sizes = config.compilation, config.compilation.cudagraph_capture_sizes
+        plain = tuple(size for size in sizes if size <= config.scheduler.max_num_seqs)
+        if compilation.enforce_eager or not plain or plain == sizes:
+            return config
+        reasons = self.graph_problems(config, ops)
+        fewer = replace(config, compilation=replace(compilation, cudagraph_capture_sizes=plain))
+        if not reasons or self.graph_problems(fewer, ops):
+            return config
+        logger.warning("steps of more than %d rows run eagerly: %s", plain[-1], "; ".join(reasons))
+        return fewer
 
 
 def table_problems(config: VllmConfig, ops: RolloutOps) -> list[str]:

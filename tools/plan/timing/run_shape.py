@@ -286,8 +286,8 @@ class RunShape:
             schedule=trainer.schedule,
             expert_load_spread=0.0 if engine.fix_router and rollout.fix_router else None,
         )
-        if num_drafts and not _can_capture(shape, rollout, trainer.device):
-            shape = replace(shape, rollout=replace(shape.rollout, has_graphs=False))
+        if num_drafts:
+            shape = replace(shape, rollout=_with_captured_sizes(shape, rollout, trainer.device))
         if problems := shape.problems():
             raise ValueError(f"{name} cannot be timed:\n" + "\n".join(f"  - {problem}" for problem in problems))
         return shape
@@ -324,12 +324,19 @@ def _recomputed_layers(fields: dict[str, object]) -> int:
     return count if fields.get("recompute_method") == "block" and isinstance(count, int) else -1
 
 
-def _can_capture(shape: RunShape, rollout: RolloutConfig, kind: str) -> bool:
-    """Whether the largest graph can have the exchange of experts; if it cannot, an engine captures none."""
+def _with_captured_sizes(shape: RunShape, rollout: RolloutConfig, kind: str) -> RolloutShape:
+    """The rollout with the graphs that can have the exchange of experts: an engine leaves out all those for drafts if
+    one of them cannot, and captures none if one of the others cannot.
+    """
     given = shape.rollout
-    largest = max(given.graph_sizes, default=given.max_num_seqs * (1 + given.num_drafts))
     most = most_captured(shape.model, kind, given.tp, given.ranks_sharing_experts)
-    return rollout.expert_exchange != "dispatch" or largest <= most
+    largest = max(given.graph_sizes, default=given.max_num_seqs * (1 + given.num_drafts))
+    if rollout.expert_exchange != "dispatch" or largest <= most:
+        return given
+    plain = tuple(size for size in given.graph_sizes if size <= given.max_num_seqs)
+    if not plain or plain[-1] > most:
+        return replace(given, has_graphs=False)
+    return replace(given, graph_sizes=plain)
 
 
 def _given_count(rollout: RolloutConfig, name: str) -> int:
