@@ -16,6 +16,7 @@ from tests.verl.updates import Update, make_actor, some_rows
 
 OFF = Update(num_rows=16, samples=4, optimizer={"lr": 1e-2, "clip_grad": 0.01, "weight_decay": 0.1})
 ON = replace(OFF, num_mtp=1, model={"mtp_loss_scaling_factor": 3.0, "mtp_detach_encoder": True})
+FROZEN = replace(ON, model={"mtp_loss_scaling_factor": 0.0})
 ATTACHED = replace(ON, model={"mtp_loss_scaling_factor": 3.0})
 TIED = {"share_embeddings_and_output_weights": True}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -78,17 +79,23 @@ def test_the_policys_update_is_the_same_to_the_bit(world_size: int) -> None:
             actor={"share_prompts": "false" if layout.context_parallel_size > 1 else "true"},
         )
         for name, (layout, model) in LAYOUTS[world_size].items()
-        for switch, case in {"off": OFF, "on": ON, "attached": ATTACHED}.items()
+        for switch, case in {"off": OFF, "on": ON, "frozen": FROZEN, "attached": ATTACHED}.items()
     }
     ranks = run_ranks(_train, world_size, cases)
     for name in LAYOUTS[world_size]:
-        offs, ons, attached = ([found[f"{name}, {switch}"] for found in ranks] for switch in ("off", "on", "attached"))
-        for off, on in zip(offs, ons, strict=True):
+        offs, ons, frozen, attached = (
+            [found[f"{name}, {switch}"] for found in ranks] for switch in ("off", "on", "frozen", "attached")
+        )
+        for off, on in [*zip(offs, ons, strict=True), *zip(offs, frozen, strict=True)]:
             for metric, value in off.metrics.items():  # the load of experts counts those of the prediction layer too
                 assert on.metrics[metric] == value or metric.startswith("actor/expert_load_"), (name, metric)
             _assert_same(name, on.gradients, off.gradients)
             _assert_same(name, on.weights, off.weights)
             assert on.counted == off.counted, name
+        assert not any(
+            "mtp." in tensor or "mtp_" in tensor for one in frozen for tensor in (*one.gradients, *one.metrics)
+        )
+        assert any("mtp." in tensor for tensor in frozen[-1].weights), "it is there to be sent"
         assert offs[-1].metrics["actor/grad_norm"] > 10 * OFF.optimizer["clip_grad"], "the norm clips"
         assert attached[-1].metrics["actor/grad_norm"] != offs[-1].metrics["actor/grad_norm"], "attached it trains more"
         assert ons[-1].metrics["actor/mtp_1_loss"] > 0

@@ -62,7 +62,7 @@ class TransformerConfig(ModelParallelConfig):
     cp_send_latents: bool = False  # latent attention: latents travel, and ranks make the keys and values they need
 
     mtp_num_layers: int | None = None  # depths of multi-token prediction; None: none
-    mtp_loss_scaling_factor: float = 0.1  # weight of the mean of their losses
+    mtp_loss_scaling_factor: float = 0.1  # weight of the mean of their losses; 0: the depths stay as they are
     mtp_detach_encoder: bool = False  # their losses train the depths alone, nothing of the main model
 
     num_moe_experts: int | None = None
@@ -121,6 +121,11 @@ class TransformerConfig(ModelParallelConfig):
     def softmax_head_size(self) -> int:
         """Width of a query or key head, whose root divides the scores."""
         return self.head_size
+
+    @property
+    def trains_mtp(self) -> bool:
+        """Whether there are depths of multi-token prediction, and a loss for them."""
+        return self.mtp_num_layers is not None and self.mtp_loss_scaling_factor > 0
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether global layer ``layer`` (0-based) has experts; layers of MTP are what the last layer is."""

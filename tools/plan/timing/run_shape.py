@@ -14,7 +14,7 @@ from tools.plan.timing.lengths import DEFAULT_SPREAD, LengthDistribution, length
 from tools.plan.timing.turns import Turns, default_turns
 from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.config.schedule import SCHEDULES
-from verl.workers.config import RolloutConfig
+from verl.workers.config import McoreEngineConfig, RolloutConfig
 from vllm.ops.cuda.exchange import MOST_GATHERED_TOKENS
 
 # What an engine may lack that the fastest published one on an NPU had; constants.toml: what each costs a decode step.
@@ -258,7 +258,7 @@ class RunShape:
                 exchange_beside="shared" if fields.get("moe_shared_expert_overlap") else "nothing",
                 is_balanced=trainer.balance_batch,
                 shares_prompts=not (actor.shuffle or actor.skip_sharing_reason(trainer.device)),
-                prediction_layers=engine.override_transformer_config.get("mtp_num_layers") or 0,
+                prediction_layers=_trained_prediction_layers(engine),
             ),
             rollout=RolloutShape(
                 world_size=num_rollout_ranks,
@@ -337,6 +337,11 @@ def _with_captured_sizes(shape: RunShape, rollout: RolloutConfig, kind: str) -> 
     if not plain or plain[-1] > most:
         return replace(given, has_graphs=False)
     return replace(given, graph_sizes=plain)
+
+
+def _trained_prediction_layers(engine: McoreEngineConfig) -> int:
+    overrides = engine.override_transformer_config
+    return (overrides.get("mtp_num_layers") or 0) if overrides.get("mtp_loss_scaling_factor", 0.1) else 0
 
 
 def _given_count(rollout: RolloutConfig, name: str) -> int:

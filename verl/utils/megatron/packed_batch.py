@@ -181,10 +181,8 @@ def pack_micro_batch(
     starts_of_members = None if row_starts_BR is None else row_starts_BR[members]
     rows_b, mask_bL, own_bL = _sequences(attention_mask_BL[members].bool(), starts_of_members)
     chosen = members[rows_b]
-    lengths_b = mask_bL.sum(-1)
-    lengths_b = padded_lengths(lengths_b, cp_size)
-    lengths = lengths_b.tolist()
-    num_cols = response_mask_BR.size(1)
+    lengths_b = padded_lengths(mask_bL.sum(-1), cp_size)
+    lengths, num_cols = lengths_b.tolist(), response_mask_BR.size(1)
     assert cp_size == 1 or not shares_prompts, "context-parallel ranks share whole sequences, not their prompts"
     mask_bP = mask_bL[:, :-num_cols]
     first_b = _first_with_prompt(input_ids_BL[chosen, :-num_cols], mask_bP, shares_prompts)

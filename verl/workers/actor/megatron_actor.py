@@ -281,7 +281,7 @@ class MegatronPPOActor:
     def _run_pipeline(
         self, micro_batches: Sequence[PackedMicroBatch], loss_func: LossFunc, forward_only: bool
     ) -> list[Any]:
-        has_mtp = self.tf_config.mtp_num_layers is not None and not forward_only
+        has_mtp = self.tf_config.trains_mtp and not forward_only
 
         def forward_step(iterator: Iterator[PackedMicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable]:
             micro = next(iterator)
@@ -366,7 +366,7 @@ def model_metrics(model: torch.nn.Module, config: TransformerConfig, groups: Pro
     if config.num_moe_experts is not None and (config.moe_aux_loss_coeff or config.moe_z_loss_coeff):
         for name, by_layer in collect_moe_aux_losses(model, groups).items():
             found[f"actor/{name}"] = sum(by_layer.values()) / len(by_layer)
-    if config.mtp_num_layers is not None:
+    if config.trains_mtp:
         for depth, value in enumerate(collect_mtp_losses(model, config, groups), start=1):
             found[f"actor/mtp_{depth}_loss"] = value
     return found

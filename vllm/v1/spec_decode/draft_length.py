@@ -29,7 +29,7 @@ class StepCosts:
     predicted: np.ndarray
 
     def of_steps(self, num_sequences: int, drafts: np.ndarray) -> np.ndarray:
-        """Of steps of so many sequences, each with another number of drafts."""
+        """The seconds of steps of so many sequences, each with another number of drafts."""
         with_drafts = self.plain[num_sequences] + self.drafted[drafts]
         seconds = np.maximum(with_drafts, self.verified[num_sequences + drafts])
         return np.where(drafts > 0, seconds, self.plain[num_sequences])
@@ -81,7 +81,7 @@ class Acceptance:
         self.version = 0  # grows when chances change
 
     def chances(self, kind: int) -> list[float]:
-        """Of each draft of a sequence, that it and all before it are right."""
+        """The chance of each draft of a sequence that it and all before it are right."""
         found = self._chances[kind]
         if found is None:
             found, chance = [], 1.0

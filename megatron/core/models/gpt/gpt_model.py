@@ -86,6 +86,8 @@ class GPTModel(nn.Module):
                 has_weight=not (self.is_output_tied and (self.pre_process or has_mtp)),
             )
         self.mtp = MultiTokenPredictionBlock(config, groups, ops) if has_mtp else None
+        if self.mtp is not None:
+            self.mtp.requires_grad_(config.trains_mtp)  # else it needs no gradients and no optimizer state
         self._mark_shared_embedding()
 
     def shared_embedding_or_output_weight(self) -> nn.Parameter | None:
@@ -125,7 +127,7 @@ class GPTModel(nn.Module):
         hidden_TH = self.decoder(hidden_TH, rotary_cos_sin, packed_seq_params)
         if not self.post_process:
             return hidden_TH
-        if self.mtp is not None and self.training and torch.is_grad_enabled():
+        if self.mtp is not None and self.config.trains_mtp and self.training and torch.is_grad_enabled():
             inputs = (hidden_TH, input_ids_T, labels_T, loss_mask_W, rotary_cos_sin, packed_seq_params)
             losses = partial(self._token_losses, trains_output=not self.config.mtp_detach_encoder)
             hidden_TH = self.mtp(*inputs, embed=self.embedding, token_losses=losses)

@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 
-def main() -> None:
+def _main() -> None:
     import vllm as library
 
     vllm: Any = library
@@ -36,4 +36,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    _main()
