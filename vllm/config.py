@@ -54,7 +54,7 @@ class SpeculativeConfig:
     num_speculative_tokens: int
     prompt_lookup_max: int = 4  # ngram: tokens of the longest end of the text that is looked for
     prompt_lookup_min: int = 2  # of the shortest one, also of suffix
-    suffix_max_tokens: int = 1_000_000  # of the texts that suffix remembers, some 70 bytes each
+    suffix_max_tokens: int = 1_000_000  # of the texts that suffix remembers, some 100 bytes each
     disable_by_batch_size: int | None = None  # no drafts while more sequences run
     adaptive: bool = True  # no more drafts than pay, by costs that the engine measures; False: all that there are
 

@@ -71,6 +71,26 @@ def test_chances_follow_what_was_right_of_late() -> None:
     assert acceptance.chances(1) == pytest.approx(before, abs=0.03)
 
 
+@pytest.mark.parametrize("method", ["mtp", "suffix"])
+def test_the_smallest_engines_are_measured_too(tmp_path: Path, method: str) -> None:
+    path = write_checkpoint(tmp_path, 0, **TINY | {"num_nextn_predict_layers": 1})
+    drafts = {"method": method, "num_speculative_tokens": 7}
+    for longest in (2, 5, 17):
+        sizes = {"max_num_seqs": 5, "max_num_batched_tokens": 6, "block_size": 4}
+        blocks = -(-longest // 4) * 2
+        llm = LLM(
+            path,
+            skip_tokenizer_init=True,
+            max_model_len=longest,
+            num_gpu_blocks_override=blocks,
+            speculative_config=drafts,
+            **sizes,
+        )
+        params = SamplingParams(max_tokens=longest, seed=1, ignore_eos=True)
+        outputs = llm.generate([{"prompt_token_ids": [2]}] * 6, params, use_tqdm=False)
+        assert [len(one.outputs[0].token_ids) for one in outputs] == [longest - 1] * 6
+
+
 def run_measured(path: str, way: dict[str, Any]) -> Any:
     drafts = {"method": "mtp", "num_speculative_tokens": 3}
     llm = LLM(path, skip_tokenizer_init=True, max_model_len=64, max_num_seqs=4, speculative_config=drafts, **way)

@@ -108,7 +108,7 @@ class Speculation:
                 room -= len(draft)
         self._drafter.keep(requests)
         worthwhile = self._worthwhile(found, len(requests))
-        if found:
+        if found and self._config.method != "mtp":  # whose drafts are made: they cost nothing more
             self._pause_steps = 0 if worthwhile else min(2 * self._pause_steps + 1, _LONGEST_PAUSE)
             self._pause_left, self._pause_above = self._pause_steps, _FEWER * len(requests)
         return worthwhile

@@ -55,10 +55,10 @@ class _Measurement:
         self._scheduler, self._size, self._parallel = config.scheduler, config.cache.block_size, rank.parallel
         self._worker, self._run_step = worker, run_step
         self._device = rank.platform.exchange_device(rank.device)
-        longest, most = config.model.max_model_len, config.speculative.num_speculative_tokens
+        longest, self._most_drafts = config.model.max_model_len, config.speculative.num_speculative_tokens
         num_blocks = min(longest // 2, _CONTEXT) // self._size
         self._context = 1 + num_blocks * self._size  # its last token begins a block
-        self._drafts = max(1, min(most, longest - self._context - 2))
+        self._drafts = max(1, min(self._most_drafts, longest - self._context - 2))
         self._config = replace(
             config.speculative,
             method="ngram",
@@ -71,7 +71,7 @@ class _Measurement:
 
     def costs(self) -> StepCosts:
         rows_of_sequence, config = 1 + self._drafts, self._scheduler
-        most_rows = min(config.max_num_seqs * rows_of_sequence, config.max_num_batched_tokens)
+        most_rows = min(config.max_num_seqs * (1 + self._most_drafts), config.max_num_batched_tokens)
         ways = {"plain": (0, False), "verified": (self._drafts, False)}
         if self._worker.proposer is not None:
             ways["predicted"] = 0, True
