@@ -45,9 +45,14 @@ def next_token(request: Request, draft: Sequence[int] = ()) -> int:
 class Guesser:
     """Drafts that are mostly right, and go on behind the end of a sequence."""
 
-    def draft(self, request: Request, count: int) -> list[int]:
+    num_kinds, is_empty = 1, False
+
+    def draft(self, requests: Sequence[Request], most: int) -> list[tuple[list[int], int]]:
+        return [(self._draft_of(request, most), 0) for request in requests]
+
+    def _draft_of(self, request: Request, most: int) -> list[int]:
         wrong, draft = random.Random(str(request.token_ids)), list[int]()
-        for _ in range(wrong.randint(0, count)):
+        for _ in range(wrong.randint(0, most)):
             draft.append(next_token(request, draft) if wrong.random() < 0.8 else wrong.randrange(END + 1))
         return draft
 
@@ -82,8 +87,7 @@ class Traffic(RuleBasedStateMachine):
         self.config = SchedulerConfig(max_num_seqs, budget, is_chunked)
         speculation = None
         if num_drafts:
-            speculation = Speculation(SpeculativeConfig("ngram", num_drafts))
-            speculation._drafter = Guesser()
+            speculation = Speculation(SpeculativeConfig("ngram", num_drafts), Guesser())
         self.scheduler = Scheduler(self.config, KVCacheManager(num_blocks, block_size, has_prefix_caching), speculation)
         self.pool = self.scheduler.kv.pool
         self.batch = InputBatch(max_num_seqs, MAX_MODEL_LEN, block_size)
