@@ -59,7 +59,8 @@ class EngineCore:
         if speculation is not None and speculation.needs_costs:
             speculation.costs = measure_step_costs(self._rank, self.worker, self._seconds_of_step)
         step = self.scheduler.schedule()
-        drafting = () if speculation is None else (step.num_draft_passes, len(step.sampled))
+        counts_samples = self.parallel.config.steps_in_lockstep or step.num_draft_passes
+        drafting = (step.num_draft_passes, len(step.sampled)) if speculation is not None and counts_samples else ()
         facts = step.total_num_tokens, self.has_work, step.is_decode_only
         exchange = self.parallel.exchange_step(*facts, self.device, *drafting)
         self.is_idle = not any(exchange.token_counts)

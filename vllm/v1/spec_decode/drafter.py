@@ -15,7 +15,7 @@ from vllm.v1.spec_decode.suffix_automaton import new_automaton
 
 _Text = TypeVar("_Text")
 _WORD = array("i").itemsize
-_LONGEST_PAUSE, _FEWER = 15, 0.75
+_LONGEST_PAUSE, _FEWER = 31, 0.75
 
 
 class Drafter(Protocol):
