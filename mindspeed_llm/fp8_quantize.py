@@ -43,7 +43,7 @@ def plan_quantize(input_dir: Path, num_shards: int, num_mtp_layers: int, dry_run
         )
     found = open_input(input_dir, mtp_num_layers=0, dry_run=dry_run)
     hf = found.hf
-    if num_mtp_layers and not hf.is_moe_layer(hf.num_hidden_layers - 1):
+    if num_mtp_layers and not hf.has_moe_mtp:
         raise ValueError(f"{input_dir}: the last layer has no experts, so no MTP layer can be made from it")
     if any(found.source.dtype(name) == FP8_DTYPE for name in hf_tensors(hf)):
         raise ValueError(f"{input_dir} holds FP8 weights already; give the BF16 checkpoint")

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from hf_formats.config import HFModelConfig
-from hf_formats.layer_tensors import layer_tensors
+from hf_formats.layer_tensors import layer_tensors, mtp_own_tensors
 
 TensorSpec = tuple[tuple[int, ...], str]  # shape, dtype name
 Item = TypeVar("Item")
@@ -43,17 +43,11 @@ def layer_specs(hf: HFModelConfig, layer: int, is_moe: bool) -> dict[str, Tensor
 
 def mtp_tensors(hf: HFModelConfig, layer: int) -> dict[str, TensorSpec]:
     """Name -> (shape, dtype) of the multi-token-prediction module that DeepSeek publishes as layer ``layer``."""
-    hidden, vocab, prefix = hf.hidden_size, hf.vocab_size, f"model.layers.{layer}."
-    shapes = {
-        "embed_tokens.weight": (vocab, hidden),
-        "enorm.weight": (hidden,),
-        "hnorm.weight": (hidden,),
-        "eh_proj.weight": (hidden, 2 * hidden),
-        "shared_head.norm.weight": (hidden,),
-        "shared_head.head.weight": (vocab, hidden),
-    }
+    copy, prefix = (hf.vocab_size, hf.hidden_size), f"model.layers.{layer}."
+    shapes = {"embed_tokens.weight": copy} | {name: shape for name, shape, _ in mtp_own_tensors(hf)}
+    shapes["shared_head.head.weight"] = copy
     own: dict[str, TensorSpec] = {prefix + name: (shape, hf.torch_dtype) for name, shape in shapes.items()}
-    return own | layer_specs(hf, layer, is_moe=hf.is_moe_layer(hf.num_hidden_layers - 1))
+    return own | layer_specs(hf, layer, hf.has_moe_mtp)
 
 
 def shared_copies(hf: HFModelConfig) -> dict[str, str]:

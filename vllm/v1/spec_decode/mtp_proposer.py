@@ -17,6 +17,7 @@ from vllm.forward_context import ForwardContext
 from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.ops.contract import KVCache
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.decode_graphs import DecodeGraphs, Forward
 from vllm.v1.worker.input_batch import NOWHERE, InputBatch, StepInputs, slots
@@ -74,7 +75,8 @@ class MtpProposer:
         sampled = step.sampled
         drafting_R = np.array([batch.row_of[request.request_id] for request in sampled], dtype=np.int64)
         drafts: list[list[int]] = [[] for _ in sampled]
-        alive_R, states_BH = np.arange(len(sampled)), states_TH[self._contexts.send(_last_tokens(step, inputs))]
+        last_R = _last_tokens(step, sampled, inputs)
+        alive_R, states_BH = np.arange(len(sampled)), states_TH[self._contexts.send(last_R)]
         for index in range(exchange.num_draft_passes):
             if index:
                 following, is_covered = self._next_positions(drafting_R[alive_R], index)
@@ -157,9 +159,8 @@ class MtpProposer:
         return self._model.predict(ids_S, self._states_SH[: context.num_tokens], caches, context)
 
 
-def _last_tokens(step: SchedulerOutput, inputs: StepInputs) -> np.ndarray:
-    """int64 [R], the token of the step behind which each sequence has got its last token."""
-    sampled = step.sampled
+def _last_tokens(step: SchedulerOutput, sampled: list[Request], inputs: StepInputs) -> np.ndarray:
+    """int64 [R], the token of the step behind which each of its ``sampled`` sequences has got its last token."""
     lengths = np.array([1 + len(step.drafts.get(request.request_id, ())) for request in sampled], dtype=np.int64)
     last_R = np.cumsum(lengths) - lengths
     if step.num_sampled is not None:
