@@ -56,7 +56,7 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
     "fully_async": (
         "trainer.schedule=fully_async",
         "algorithm.rollout_correction={rollout_is:token}",
-        "actor_rollout_ref.rollout.speculative_config={method:suffix,num_speculative_tokens:4}",
+        "actor_rollout_ref.rollout.speculative_config={method:suffix,num_speculative_tokens:4,adaptive:false}",
         *BESIDE,
     ),
     "stop_early": (
@@ -80,9 +80,10 @@ def test_two_steps_of_several_turns(local_ray: None, converted: Prepared, tmp_pa
     for row in rows:
         assert row["actor/grad_norm"] > 0 and math.isfinite(row["actor/pg_loss"])
         assert (schedule != "sync" and row["step"] > 1) or row["training/rollout_probs_diff_max"] < 1e-4
-        assert (row.get("perf/acceptance_length", 1.0) > 1) == (schedule == "fully_async")
         assert row["num_turns/min"] == 1 and row["num_turns/max"] > 1
         assert row["environment/letters"] > 0 and row["reward/environment_reward"] > 0
+    # Not of each step: a step's samples may all have ended in a step before.
+    assert any(row.get("perf/acceptance_length", 1.0) > 1 for row in rows) == (schedule == "fully_async")
     lines = [json.loads(line) for line in (tmp_path / "reward_ledger" / "step_1.jsonl").read_text().splitlines()]
     assert any("And?" in line["response"] for line in lines)
 
