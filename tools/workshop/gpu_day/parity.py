@@ -90,10 +90,10 @@ def rollout_models(device: str, rows: Rows) -> None:
         wanted = generated(reference, *work)
         reference.shutdown()
         llm = new_llm(raw, device, ROLLOUT_OPS, "float32", enforce_eager=None)
-        _same_samples(rows, f"{name}: as the reference, fp32", generated(llm, *work), wanted, "float32")
+        same_samples(rows, f"{name}: as the reference, fp32", generated(llm, *work), wanted, "float32")
         llm.sleep(1)
         llm.wake_up()
-        _same_samples(rows, f"{name}: after a sleep", generated(llm, *work), wanted, "float32")
+        same_samples(rows, f"{name}: after a sleep", generated(llm, *work), wanted, "float32")
         llm.shutdown()
         if device == "cpu":  # which captures no interpreted kernel
             continue
@@ -102,7 +102,7 @@ def rollout_models(device: str, rows: Rows) -> None:
             llm = new_llm(raw, device, ROLLOUT_OPS, "bfloat16", enforce_eager=enforce_eager)
             found[enforce_eager] = generated(llm, *work)
             llm.shutdown()
-        _same_samples(rows, f"{name}: captured as eager, bf16", found[None], found[True], "bfloat16")
+        same_samples(rows, f"{name}: captured as eager, bf16", found[None], found[True], "bfloat16")
     if device == "cuda":  # on a CPU tests/tools/test_gpu_day.py runs it: it starts a process
         weights_of_another_process(MODELS["MLA and experts"], device, rows)
 
@@ -144,7 +144,7 @@ def _tolerance(how: Entry, dtype: torch.dtype, device: str) -> dict[torch.dtype,
     return dict.fromkeys(how.dtypes, allowed) | {torch.float32: allowed}
 
 
-def _same_samples(
+def same_samples(
     rows: Rows, name: str, found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor], dtype: str
 ) -> None:
     """Equal tokens, or a difference where the first other token was as likely: rounding may decide between two."""

@@ -22,6 +22,7 @@ PARTS = {
     "host waits": ("tools.workshop.gpu_day.waits:host_waits", 35),
     "grpo step": ("tools.workshop.gpu_day.grpo:grpo_step", 40),
     "decode": ("tools.workshop.gpu_day.speed:decode", 75),
+    "speculation": ("tools.workshop.gpu_day.drafts:speculation", 60),
     "training": ("tools.workshop.gpu_day.speed:training", 30),
     "prefill": ("tools.workshop.gpu_day.speed:prefill", 40),
     "fp8": ("tools.workshop.gpu_day.fp8:fp8_products", 45),
