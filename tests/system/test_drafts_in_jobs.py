@@ -13,8 +13,11 @@ from tests.system.test_resume_after_kill import in_step, kill_driver
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 PREDICTION = ("actor_rollout_ref.model.mtp.enable=True", "actor_rollout_ref.model.mtp.enable_train=True")
-# Not r1_dynamic_sampling: it trains on the groups that end first, which are others with drafts.
-JOBS = {"r1_zero": ("mtp", "ngram", "suffix"), "math_lighteval": ("ngram", "suffix")}
+JOBS = {
+    "r1_zero": ("mtp", "ngram", "suffix"),
+    "math_lighteval": ("ngram", "suffix"),
+    "r1_dynamic_sampling": ("ngram", "suffix"),  # which groups come first follows from their lengths
+}
 
 
 @pytest.mark.parametrize("recipe", JOBS)

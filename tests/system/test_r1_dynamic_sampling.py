@@ -62,7 +62,7 @@ def test_from_json_lines_to_a_policy(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert undocumented(name for step in steps for name in step) == []
     assert [step["step"] for step in steps] == [*range(STEPS + 1)]
     for step in steps[1:]:
-        assert step["train/num_gen_batches"] == 1 and step["train/dropped_surplus_groups"] > 0
+        assert step["train/num_gen_batches"] == 1 and step["train/aborted_groups"] > 0
         assert step["actor/grad_norm"] >= 0
     assert any(step["actor/grad_norm"] > 0 for step in steps[1:])
     assert {"val/score", "val/sums/score", "val/comparisons/response_length"} <= steps[0].keys()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -10,12 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from verl.protocol import DataProto
 from verl.protocol_storage import as_rows
 from verl.row_refs import RowRefs
 from verl.trainer.config import load_config, validate_config
 from verl.trainer.ppo.filter_groups import SampleGroup, check_reward_nonzero_std
+from verl.trainer.ppo.schedules.end_order import EndOrder
 from verl.trainer.ppo.schedules.generation import prompt_rows
 from verl.trainer.ppo.schedules.group_sampling import Grading, GroupBuffer, StepLedger
 from verl.trainer.ppo.schedules.staleness import StalenessLedger
@@ -26,6 +30,7 @@ from verl.workers.reward_manager.pooled import PendingScores
 from verl.workers.rollout.rollout_messages import PROMPT, SAMPLE, VERSIONS
 
 N, WIDTH = 2, 4
+DEFAULTS = load_config()
 
 
 @dataclass
@@ -50,7 +55,7 @@ class Graders:
 
     def grading(self) -> Grading:
         def keeps(group: SampleGroup) -> bool:
-            return check_reward_nonzero_std(load_config(), group)
+            return check_reward_nonzero_std(DEFAULTS, group)
 
         return Grading(
             self.start,
@@ -121,6 +126,69 @@ def test_the_first_groups_that_end_and_differ_are_kept_whatever_the_graders_orde
         "train/reward_before_filter": 3 / 8,
         "train/aborted_groups": 0.0,
     }
+
+
+class Lengths:
+    """Samples that end after so many tokens, in an engine that gives each running one 1 to ``pace`` tokens a step."""
+
+    def __init__(self, lengths: Sequence[tuple[int, ...]], num_at_once: int, pace: int, seed: int) -> None:
+        self.lengths, self.num_at_once, self.pace, self.random = lengths, num_at_once, pace, random.Random(seed)
+        self.running: dict[tuple[int, int], int] = {}
+        self.num_calls = 0
+
+    def run(self, buffer: GroupBuffer, graders: Graders, num_steps: int) -> None:
+        for rows in buffer.start_prompts():
+            for number in buffer.numbers_in(rows):
+                self.running |= dict.fromkeys(both(number), 0)
+        done = dict[tuple[int, int], int]()
+        for _ in range(num_steps):
+            for sample in list(self.running)[: self.num_at_once]:
+                length = self.lengths[sample[0]][sample[1]]
+                self.running[sample] = min(self.running[sample] + self.random.randint(1, self.pace), length)
+                if self.running[sample] == length:
+                    done[sample] = self.running.pop(sample)
+        self.num_calls += 1
+        buffer.settle()
+        buffer.note(self.running | done)
+        if done:
+            buffer.add(0, ended(self.num_calls, *sorted(done)))
+        graders.answer(*list(graders.waiting))
+
+
+def first_groups(engine: Lengths, same: Sequence[int], slots: int, wanted: int, num_steps: int) -> list[Any]:
+    """What a step of ``wanted`` groups decides when it submits twice as many prompts at a time."""
+    graders, order, ledger = Graders(same), EndOrder(slots, N), StepLedger(wanted)
+    settings: dict[str, Any] = {"drops_unfinished": True, "order": order}
+    buffer = GroupBuffer(ledger, rows_of, 1, 99, graders.grading(), **settings)
+    while (chosen := buffer.choice()) is None:
+        if buffer.lacks_prompts:
+            ledger.num_submitted += 2 * wanted
+            order.submit(2 * wanted)
+        engine.run(buffer, graders, num_steps)
+    buffer.take(chosen)
+    return [chosen, ledger.num_submitted, graders.recorded, vars(buffer.take_counts())]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(*[st.integers(1, 20)] * N), min_size=40, max_size=40),
+    st.sets(st.integers(0, 15)),
+    st.tuples(*[st.integers(4, 40), st.integers(1, 6), st.integers(0, 99), st.integers(3, 9)] * 2),
+    st.integers(1, 40),
+)
+def test_which_groups_are_first_follows_from_their_lengths_alone(
+    lengths: list[tuple[int, ...]], same: set[int], engines: tuple[int, ...], slots: int
+) -> None:
+    """Two engines with other batches and paces, as drafts, replicas and a full cache give them, are cut alike."""
+    wanted = 3
+    first, second = (
+        first_groups(Lengths(lengths, at_once, pace, seed), list(same), slots, wanted, num_steps)
+        for at_once, pace, seed, num_steps in (engines[:4], engines[4:])
+    )
+    assert first == second
+    if slots >= 2 * wanted * N and first[1] == 2 * wanted:
+        differ = [number for number in range(2 * wanted) if number not in same]
+        assert first[0] == sorted(sorted(differ, key=lambda number: (max(lengths[number]), number))[:wanted])
 
 
 def test_before_a_sync_unfinished_prompts_and_what_would_get_too_old_are_dropped() -> None:

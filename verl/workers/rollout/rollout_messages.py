@@ -48,7 +48,10 @@ class RolloutResult:
         rows: the finished samples: the result of ``RowStore.store_generated`` with ``prompt_number``, ``sample_number``
             and ``policy_versions``, a list of [version, tokens sampled with it] in order. It may have no rows.
         seconds: the duration of the call.
+        num_tokens: (``prompt_number``, ``sample_number``) -> tokens behind the prompt by now, of finished and
+            unfinished samples.
     """
 
     rows: DataProto
     seconds: float
+    num_tokens: dict[tuple[int, int], int]

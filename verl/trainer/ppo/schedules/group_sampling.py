@@ -2,17 +2,19 @@
 
 The grades of the groups that ended in a call of the rollout ranks are taken when the next call is over, or when there
 is nothing to generate. So which groups are kept follows from the order in which they end, and not from how long a
-grader takes. When a step has enough of them, what is unfinished or not graded is aborted, as in slime.
+grader takes. In the synchronous schedule that order follows from the samples' lengths alone (``EndOrder``). When a step
+has enough groups, what is unfinished or comes later is aborted, as in slime.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from verl.protocol import DataProto
 from verl.trainer.ppo.filter_groups import SampleGroup, groups_of, too_few_groups
+from verl.trainer.ppo.schedules.end_order import EndOrder
 from verl.trainer.ppo.schedules.sample_buffer import Ledger, SampleBuffer
 from verl.workers.reward_manager import GradedSample, Scores
 
@@ -107,7 +109,7 @@ class FilterCounts:
 
 
 @dataclass(frozen=True)
-class KeptGroup:
+class GradedGroup:
     rows: DataProto  # scored
     samples: list[GradedSample]
 
@@ -117,6 +119,7 @@ class GroupBuffer(SampleBuffer):
 
     Args:
         max_groups: ValueError when so many groups have been graded for a step and too few of them kept; 0 = no limit.
+        order: of groups, in which they are kept or rejected until a step has enough; None: as they end.
 
     Attributes:
         counts: of the groups since the last ``take``.
@@ -132,18 +135,25 @@ class GroupBuffer(SampleBuffer):
         *,
         drops_unfinished: bool,
         max_groups: int = 0,
+        order: EndOrder | None = None,
     ) -> None:
         super().__init__(ledger, rows_of, num_replicas, max_num_seqs)
         self.drops_unfinished = drops_unfinished
         self.counts = FilterCounts()
-        self._grading, self._max_groups = grading, max_groups
+        self._grading, self._max_groups, self._order = grading, max_groups, order
         self._pending: list[tuple[int, DataProto, Pending]] = []
-        self._kept: dict[int, KeptGroup] = {}  # by number, in the order in which they ended
+        self._graded: dict[int, GradedGroup] = {}  # by number, and neither kept nor rejected
+        self._kept: dict[int, GradedGroup] = {}  # by number, in the order in which they ended
 
     @property
     def finished(self) -> list[int]:
         """Numbers of the prompts that have been kept, in the order in which their groups ended."""
         return list(self._kept)
+
+    @property
+    def lacks_prompts(self) -> bool:
+        """Whether neither those that have been kept nor those that are to end are enough for a step."""
+        return len(self.prompts) + self.ledger.num_allowed < self.ledger.prompts_per_step
 
     @property
     def is_settled(self) -> bool:
@@ -152,6 +162,10 @@ class GroupBuffer(SampleBuffer):
     @property
     def can_go_on(self) -> bool:
         return bool(self._pending) or super().can_go_on
+
+    def note(self, num_tokens: Mapping[tuple[int, int], int]) -> None:
+        if self._order is not None:
+            self._order.note(num_tokens)
 
     def add(self, replica: int, rows: DataProto) -> None:
         """Begins to grade the groups whose last sample is among ``rows``."""
@@ -172,20 +186,34 @@ class GroupBuffer(SampleBuffer):
 
     def _take_grades(self) -> bool:
         pending, self._pending = self._pending, []
-        counts = self.counts
         for number, rows, scoring in pending:
             scores = scoring.result()
             self._grading.add(rows, scores)
-            group = groups_of(rows)[0][0]
-            counts.num_graded, counts.num_samples = counts.num_graded + 1, counts.num_samples + len(rows)
+            self._graded[number] = GradedGroup(rows, scores.samples)
+        counts = self.counts
+        for number in self._next_graded():
+            graded = self._graded.pop(number)
+            group = groups_of(graded.rows)[0][0]
+            counts.num_graded, counts.num_samples = counts.num_graded + 1, counts.num_samples + len(graded.rows)
             counts.reward_sum += float(group.rewards.sum())
             if self._grading.keeps(group):
                 counts.num_kept += 1
-                self._kept[number] = KeptGroup(rows, scores.samples)
+                self._kept[number] = graded
             else:
-                self._grading.record(scores.samples)
+                self._grading.record(graded.samples)
                 self._drop([number])
         return bool(pending)
+
+    def _next_graded(self) -> Iterator[int]:
+        """The graded groups whose place is known, in their order; with one, until it is known how the step goes on."""
+        if self._order is None:
+            yield from list(self._graded)
+            return
+        for step, number in self._order.undecided():
+            if number not in self._graded or self.is_next_step_ready or self.lacks_prompts:
+                return
+            self._order.decide(step, number)
+            yield number
 
     def take(self, chosen: list[int]) -> DataProto:
         self.ledger.take(chosen)

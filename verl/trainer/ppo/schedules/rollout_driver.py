@@ -122,6 +122,7 @@ class RolloutDriver:
         for replica, result in enumerate(results):
             rank = self.first_rank + replica * self.replica_size
             self._seconds[rank] = self._seconds.get(rank, 0.0) + result.seconds
+            self.buffer.note(result.num_tokens)
             self.buffer.add(replica, result.rows)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -155,6 +155,9 @@ class SampleBuffer:
         """Puts a prompt that the ledger has started in flight on ``replica``."""
         self.prompts[number] = InFlightPrompt(replica, self._rows_of(number))
         return self.prompts[number]
+
+    def note(self, num_tokens: Mapping[tuple[int, int], int]) -> None:
+        """Learns ``RolloutResult.num_tokens``."""
 
     def add(self, replica: int, rows: DataProto) -> None:
         if rows.row_refs is None:

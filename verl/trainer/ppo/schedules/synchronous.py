@@ -14,6 +14,7 @@ from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.config.schedule import AsyncTrainingConfig
 from verl.trainer.ppo.filter_groups import collect_groups, too_few_groups
 from verl.trainer.ppo.metric_utils import add_generation_times, marked_timer
+from verl.trainer.ppo.schedules.end_order import EndOrder
 from verl.trainer.ppo.schedules.generation import Tokens, generate, prompt_rows, sampling_seeds, validation_meta
 from verl.trainer.ppo.schedules.group_sampling import Grading, GroupBuffer, StepLedger
 from verl.trainer.ppo.schedules.rollout_driver import RolloutDriver
@@ -67,9 +68,8 @@ class SynchronousSource:
         return collect_groups(scored, grading.keeps, batch_size, filters.max_num_gen_batches)
 
     def _first_groups(self, step: int, timing: dict[str, float]) -> tuple[DataProto, dict[str, float]]:
-        """The first groups that end and are kept; the rest is aborted. More prompts follow when too many are rejected.
-
-        The whole step has one weight sync.
+        """The first groups by ``EndOrder`` that are kept; the rest is aborted. More prompts follow when too many are
+        rejected. The whole step has one weight sync.
         """
         config, grading = self.config, self.grading
         assert grading is not None
@@ -83,16 +83,15 @@ class SynchronousSource:
             rows.non_tensor_batch[SAMPLE] = as_rows(list(range(engine.n)))
             return rows
 
-        buffer = GroupBuffer(
-            ledger, rows_of, config.rollout_replicas, engine.max_num_seqs, grading, drops_unfinished=True
-        )
+        replicas, max_num_seqs = config.rollout_replicas, engine.max_num_seqs
+        order = EndOrder(replicas * max_num_seqs, engine.n)
+        buffer = GroupBuffer(ledger, rows_of, replicas, max_num_seqs, grading, drops_unfinished=True, order=order)
         pace = AsyncTrainingConfig(fixed_order=True)
         driver = RolloutDriver(pace, self.workers, buffer, self.tokens, engine.tensor_model_parallel_size, 0)
         with marked_timer("gen", timing):
             timing["update_weights"] = max(self.workers.begin_generation())
             while (chosen := buffer.choice()) is None:
-                # Neither those that have been kept nor those that are to end are enough.
-                if len(buffer.prompts) + ledger.num_allowed < ledger.prompts_per_step:
+                if buffer.lacks_prompts:
                     if limit and len(submitted) == limit:
                         counts = buffer.counts
                         raise ValueError(
@@ -100,19 +99,15 @@ class SynchronousSource:
                         )
                     submitted.append(self.next_prompts(step, len(submitted)))
                     ledger.num_submitted += config.gen_batch_size
+                    order.submit(config.gen_batch_size)
                 driver.step()
             batch = buffer.take(chosen)
             batch.pop(non_tensor_batch_keys=[PROMPT, SAMPLE, VERSIONS])  # a version here is the count of a process
-            buffer.drop_overdue()
             self.workers.end_generation()
             self._generation_s = driver.take_seconds()
         counts = buffer.take_counts()
         counts.num_aborted = ledger.num_submitted - counts.num_graded
-        own = {
-            "train/num_gen_batches": float(len(submitted)),
-            "train/dropped_surplus_groups": float(counts.num_kept - ledger.prompts_per_step),
-        }
-        return batch, counts.metrics() | own
+        return batch, counts.metrics() | {"train/num_gen_batches": float(len(submitted))}
 
     def generate(self, step: int, prompts: DataProto, is_greedy: bool = False) -> DataProto:
         return generate(

@@ -86,6 +86,14 @@ class SampleStream:
         }
         return batch.union(DataProto.from_dict(non_tensors=columns))
 
+    def num_tokens(self, finished: Sequence[Request | Trajectory]) -> dict[tuple[int, int], int]:
+        """(prompt, sample) -> tokens behind the prompt by now, of these and of the unfinished samples in the engine."""
+        between_turns = self._turns.unfinished if self._turns is not None else []
+        counts = {_key(sample): sample.num_output_tokens for sample in [*finished, *between_turns]}
+        for request in self._engine.core.scheduler.unfinished:
+            counts[_key(request)] = counts.get(_key(request), 0) + request.num_output_tokens
+        return counts
+
     def withdraw(self, keeps_cache: bool = False) -> None:
         """Takes all samples out of the engine, so that it can get new weights; ``run`` puts them back.
 
@@ -135,7 +143,7 @@ def run_request(stream: SampleStream, request: RolloutRequest, store: RowStore, 
     if finished:
         generated = stream.rows(finished, request.prompts.meta_info)
         rows = store.store_generated(generated, replica_size, keeps_earlier=True)
-    return RolloutResult(rows, now_s() - start_s)
+    return RolloutResult(rows, now_s() - start_s, stream.num_tokens(finished))
 
 
 def _request_id(prompt: int, sample: int) -> str:

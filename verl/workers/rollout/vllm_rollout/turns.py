@@ -77,6 +77,11 @@ class TurnSource:
             self._tell(name, None)
         self._waiting, self._running, self._early = {}, {}, {}
 
+    @property
+    def unfinished(self) -> list[Trajectory]:
+        """Samples as they were before the turn that the model writes."""
+        return [*(sample for _, sample in self._running.values()), *self._waiting.values()]
+
     def state(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
         """``Trajectory.state`` of the unfinished samples; ``requests`` are their turns, withdrawn from the engine."""
         turns = {request.request_id: request for request in requests}
