@@ -10,7 +10,7 @@ from tests.system.command import read_metrics
 from tests.system.jobs import PREPARE, Job, assert_same_result
 from tests.system.test_resume_after_kill import in_step, kill_driver
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]  # up to seven jobs
 
 PREDICTION = ("actor_rollout_ref.model.mtp.enable=True", "actor_rollout_ref.model.mtp.enable_train=True")
 JOBS = {
