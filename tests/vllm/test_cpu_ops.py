@@ -119,6 +119,18 @@ def rows_of(ops: RolloutOps, dtype: torch.dtype, rows: slice) -> list[Tensor]:
     ]
 
 
+@pytest.mark.parametrize("how", list(TABLES))
+def test_no_rows_give_no_rows(how: str) -> None:
+    """A rank without tokens runs the layers that others wait in; a router's few columns have a kernel with AVX-512."""
+    table, dtype = TABLES[how]
+    assert [len(found) for found in rows_of(table, dtype, slice(0))] == [0] * 4
+    new = Maker(dtype)
+    for size_out in (8, 100, 512):
+        weight = new.floats(size_out, 64)
+        for given in (weight, weight.t().contiguous().t(), table.new_weight([size_out], 64)):
+            assert table.linear(new.floats(0, 64), given).shape == (0, size_out)
+
+
 @pytest.mark.parametrize("experts", [5, 16, 37, 128])
 def test_routing_takes_the_first_of_equal_experts_and_survives_nan(experts: int) -> None:
     """As an argmax from the front would: equal logits by index, experts named once, none outside of the range."""

@@ -263,7 +263,7 @@ class RolloutOps:
         select: the groups with the largest sum of their two best experts, then the top_k experts of those groups.
         "softmax" (DeepSeek-V2, arXiv:2405.04434 sec. 2.1.2): scores = softmax(logits), a group is ranked by its best
         expert. weights = scores of the chosen experts, divided by their sum (+1e-20) if normalize, times scaling. bias
-        None is 0. The order of the K choices is free.
+        None is 0. The order of the K choices is free. T may be 0.
     fused_experts(x_TH, matrices: ExpertMatrices, choices: Choices, first_expert) -> [T, H]
         With w13, w2 = matrices and weights, ids = choices: sum_k weights[t,k] * w2[e] silu_and_mul(w13[e] x[t]) over
         the chosen experts that this rank holds, e = ids[t,k] - first_expert in [0, E); the other ranks' experts add

@@ -67,6 +67,7 @@ template <class M>
 static void head_linear(Batch<const typename M::T> x, long tokens, long heads, Weight<typename M::T> w,
                         long w_head_stride, const int64_t* addresses, long k, long n, Batch<typename M::T> out) {
   typedef typename M::T T;
+  if (tokens == 0) return;  // which cannot be divided into chunks
 #if HAS_TILES
   if constexpr (std::is_same_v<M, Tiles>)
     if (!addresses && w.k_stride != 1) return panel_linear(x, tokens, heads, w, w_head_stride, k, n, out);
