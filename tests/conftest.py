@@ -111,7 +111,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         for name, key in LEFT_OUT_KEYS.items():
             session.config.workeroutput[name] = sorted(session.config.stash.get(key, ()))
         return
-    left = leftover_processes(grace_s=5.0)
+    left = leftover_processes(grace_s=30.0)  # the workers' forkservers see late that these have gone, beside other load
     if not left:
         return
     session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -179,7 +179,9 @@ def test_losses_in_bf16_and_over_several_chunks() -> None:
     for index in range(4):
         torch.testing.assert_close(torch.cat([part[index] for part in single]), whole[index])
     assert whole[0].dtype == torch.float32 and whole[1].dtype == torch.bfloat16
-    torch.testing.assert_close(whole[0], F.cross_entropy(logits.float(), target, reduction="none"))
+    # A sum of 2^20 floats is less exact in torch, where a processor adds a few at a time.
+    expected = F.cross_entropy(logits.double(), target, reduction="none").float()
+    torch.testing.assert_close(whole[0], expected)
 
 
 def _loss_and_grad(logits: torch.Tensor, target: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
