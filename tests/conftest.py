@@ -111,7 +111,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         for name, key in LEFT_OUT_KEYS.items():
             session.config.workeroutput[name] = sorted(session.config.stash.get(key, ()))
         return
-    left = leftover_processes(grace_s=30.0)  # the workers' forkservers see late that these have gone, beside other load
+    left = leftover_processes()
     if not left:
         return
     session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -148,9 +148,14 @@ def _is_worker(config: pytest.Config) -> bool:
     return hasattr(config, "workerinput")
 
 
-def leftover_processes(grace_s: float) -> list[tuple[psutil.Process, str]]:
-    """Return the processes with this run's tag that still live after ``grace_s`` seconds, with their command lines."""
-    psutil.wait_procs([process for process, _ in _tagged_processes()], timeout=grace_s)
+def leftover_processes() -> list[tuple[psutil.Process, str]]:
+    """Return the processes with this run's tag that still live after 5 seconds, with their command lines.
+
+    Python's helpers of workers that have ended get 25 more: beside other load they see late that these have gone.
+    """
+    psutil.wait_procs([process for process, _ in _tagged_processes()], timeout=5)
+    helpers = [process for process, command in _tagged_processes() if any(helper in command for helper in HELPERS)]
+    psutil.wait_procs(helpers, timeout=25)
     return _tagged_processes()
 
 

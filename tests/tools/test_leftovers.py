@@ -14,7 +14,7 @@ LEAVES_ONE = """
 import subprocess, sys
 def test_leaves_one():
     # A session of its own, as a daemon has: no longer a child of anything in the test run.
-    code = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(90)']).pid)"
+    code = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)']).pid)"
     out = subprocess.run([sys.executable, "-c", code], stdout=open("pid", "w"), start_new_session=True)
 """
 
@@ -26,7 +26,7 @@ def run_pytest(folder: Path, source: str, *arguments: str) -> subprocess.Complet
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
     )
 
 
