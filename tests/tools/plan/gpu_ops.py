@@ -20,6 +20,8 @@ def rollout_ops() -> RolloutOps:
 
     def sample(logits_BW: Tensor, batch: SamplingBatch) -> SampledTokens:
         sampled = table.sample(logits_BW, batch)
-        return replace(sampled, token_ids_B=torch.zeros_like(sampled.token_ids_B))
+        # No kernel has written them: a NaN that lay in that memory would end a sample, and on one rank of several.
+        chosen = torch.zeros_like(sampled.token_ids_B), torch.zeros_like(sampled.logprobs_B)
+        return replace(sampled, token_ids_B=chosen[0], logprobs_B=chosen[1])
 
     return replace(table, topk_router=reference.topk_router, sample=sample)
