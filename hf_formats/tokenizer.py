@@ -14,7 +14,7 @@ FAST_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 _OWN_VOCABULARIES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt")
 _REMEDY = f"put the same tokenizer there in the fast form, as {FAST_FILE}: docs/models.md says how to make it"
 _LARGEST_BLANK_END = 64  # bytes
-_PROBE = "What is 6 * 7?\nSay it."  # what every tokenizer of a model that writes gives back as it was
+_PROBE = "It's 6 * 7, isn't it?\n\n  12345 Über e\u0301 中文 🙂."  # what tokenizers cut in ways of their own
 
 
 def tokenizer_problem(path: Path) -> str | None:
@@ -54,14 +54,14 @@ def load_tokenizer(path: str, **options: Any) -> PreTrainedTokenizerBase:
     # A tokenizer.json can be read whatever class its owner gave it; AutoTokenizer loads a table of all models.
     name = str(config.get("tokenizer_class") or "AutoTokenizer")
     is_plain = name == "PreTrainedTokenizerFast" or "auto_map" in config or not hasattr(transformers, name)
-    plain, has_fast = transformers.PreTrainedTokenizerFast, not folder.is_dir() or (folder / FAST_FILE).is_file()
-    kind = plain if is_plain else transformers.AutoTokenizer
+    plain, fast = transformers.PreTrainedTokenizerFast, folder / FAST_FILE
     try:
-        tokenizer = kind.from_pretrained(path, trust_remote_code=False, **options)
-        # transformers 5.16 gives DeepSeek-V3's file, whose tokens are of bytes, the named class, which loses spaces.
-        if not is_plain and has_fast and not _keeps_text(tokenizer):
-            as_written = plain.from_pretrained(path, trust_remote_code=False, **options)
-            tokenizer = as_written if _keeps_text(as_written) else tokenizer
+        if is_plain:
+            return plain.from_pretrained(path, trust_remote_code=False, **options)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False, **options)
+        # transformers 5 builds some classes' tokenizers anew: its 5.16 cuts DeepSeek-V3's text without spaces.
+        if fast.is_file() and tokenizer(_PROBE, add_special_tokens=False)["input_ids"] != _ids_as_written(fast):
+            return plain.from_pretrained(path, trust_remote_code=False, **options)
         return tokenizer
     except Exception as error:  # transformers and tokenizers raise anything about a file of another form
         advice = f"; {_REMEDY}" if folder.is_dir() and not (folder / FAST_FILE).is_file() else ""
@@ -69,9 +69,10 @@ def load_tokenizer(path: str, **options: Any) -> PreTrainedTokenizerBase:
         raise ValueError(f"the tokenizer in {path} cannot be loaded: {text}{advice}") from error
 
 
-def _keeps_text(tokenizer: Any) -> bool:
-    ids = tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
-    return bool(tokenizer.decode(ids, clean_up_tokenization_spaces=False) == _PROBE)
+def _ids_as_written(fast: Path) -> list[int]:
+    import tokenizers
+
+    return tokenizers.Tokenizer.from_file(str(fast)).encode(_PROBE, add_special_tokens=False).ids
 
 
 def _config(path: Path) -> dict[str, Any]:

@@ -9,11 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, decoders, normalizers
 
 from hf_formats.tokenizer import load_tokenizer, tokenizer_problem
 from recipes.r1_zero.json_to_parquet import Problem, prompt_lengths
 from tests.hf_formats.own_code import SPECIAL, TOKENS, write_own_code_tokenizer
 from tests.mindspeed_llm.tiny import tiny_hf_config
+from tests.real_tokenizers import KINDS, TEXTS
 from tests.vllm.serving import write_served_checkpoint
 from tools.doctor import host
 from tools.doctor.__main__ import examine
@@ -72,6 +74,23 @@ def test_a_fast_file_beside_the_code_is_what_counts(tmp_path: Path) -> None:
     assert model_problems(tmp_path) == [] and not code.was_executed()
     [found] = host.tokenizer(str(tmp_path))
     assert not found.remedy
+
+
+@pytest.mark.parametrize(("kind", "named"), [("llama2", "LlamaTokenizer"), ("llama3", "LlamaTokenizerFast")])
+def test_text_is_cut_as_the_fast_file_says_whatever_class_is_named(tmp_path: Path, kind: str, named: str) -> None:
+    KINDS[kind].write(tmp_path)
+    config, file = tmp_path / "tokenizer_config.json", tmp_path / "tokenizer.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tokenizer_class": named}))
+    written = Tokenizer.from_file(str(file))
+    if kind == "llama2":  # Yi's: no space before the first word
+        written.pre_tokenizer, written.normalizer = None, normalizers.Replace(" ", "▁")
+        written.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+        written.save(str(file))
+    loaded = load_tokenizer(str(tmp_path))
+    for text in (*TEXTS, "It's 12345\n\n  and 67."):
+        ids = loaded(text, add_special_tokens=False)["input_ids"]
+        assert ids == Tokenizer.from_file(str(file)).encode(text, add_special_tokens=False).ids
+        assert loaded.decode(ids, clean_up_tokenization_spaces=False) == text
 
 
 def test_every_folder_without_a_tokenizer_says_what_is_missing(tmp_path: Path) -> None:
