@@ -18,12 +18,14 @@ SET_BY_CI = (
     "RAY_prestart_worker_first_driver",
     "PYTHONPATH",
 )
+# tests/ray_workers.py: with these a user's Ray would have its workers forked here, and end them with all of this group.
+SET_FOR_RAY_HERE = ("R1_ZERO_TEST_RAY_WORKERS", "RAY_JOB_CONFIG_JSON_ENV_VAR")
 REFERENCE = re.compile(r"`([\w.-]+/[\w/.-]+\.py):([A-Za-z_][\w.]*)`")
 
 
 def users_environment() -> dict[str, str]:
-    """Return the environment of a user who runs a page's command: this process's without the variables of CI."""
-    return {name: value for name, value in os.environ.items() if name not in SET_BY_CI}
+    """Return the environment of a user who runs a page's command: this process's without the tests' own."""
+    return {name: value for name, value in os.environ.items() if name not in SET_BY_CI + SET_FOR_RAY_HERE}
 
 
 @cache

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from recipes.common.recipe import ROOT
 from tests.pages import undocumented
-from tests.system.command import read_metrics
+from tests.system.command import clean_environment, read_metrics
 from tests.system.in_process import fit, in_process_config
 from tests.system.jobs import Job, Prepared, assert_same_result
 from tests.system.test_asynchronous_schedule import FULLY_ASYNC
 from tests.system.test_killed_whole import KILLS, STEPS_OF_KILLS, live_and_die
 from verl.trainer.config.override_text import override
 from verl.trainer.preflight import preflight_problems
-from verl.utils.net_utils import free_ports
 
 TURNS = "actor_rollout_ref.rollout.multi_turn"
 AGAIN = '''
@@ -128,8 +125,7 @@ def test_twenty_kills_lose_nothing_of_samples_under_way(prepared: Prepared, tmp_
 
 @pytest.mark.slow
 def test_the_recipe_learns_where_a_tool_pays(tmp_path: Path) -> None:
-    environment = {**os.environ, "SETUP": "no", "VENV_DIR": sys.prefix, "OUTPUT_DIR": str(tmp_path)}
-    environment["RAY_PORT"] = str(free_ports(1)[0])
+    environment = clean_environment() | {"OUTPUT_DIR": str(tmp_path)}
     subprocess.run(["bash", "recipes/r1_tools/run.sh"], cwd=ROOT, env=environment, check=True, timeout=900)
     rows = [row for row in read_metrics(tmp_path) if "val/score" in row]
     assert rows[0]["val/score"] <= 0.4 and abs(rows[0]["val/tool_on_hard"] - rows[0]["val/tool_on_easy"]) <= 0.1
