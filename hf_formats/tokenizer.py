@@ -64,7 +64,7 @@ def load_tokenizer(path: str, **options: Any) -> PreTrainedTokenizerBase:
             return plain.from_pretrained(path, trust_remote_code=False, **options)
         return tokenizer
     except Exception as error:  # transformers and tokenizers raise anything about a file of another form
-        advice = f"; {_REMEDY}" if folder.is_dir() and not (folder / FAST_FILE).is_file() else ""
+        advice = f"; {_REMEDY}" if folder.is_dir() and not fast.is_file() else ""
         text = " ".join(f"{type(error).__name__}: {error}".split())  # theirs may have several lines
         raise ValueError(f"the tokenizer in {path} cannot be loaded: {text}{advice}") from error
 
