@@ -9,6 +9,7 @@ from vllm.transformers_utils.config import HFConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
 DRAFT_METHODS = ("mtp", "ngram", "suffix")
+DRAFT_SYNONYMS = {"deepseek_mtp": "mtp", "ngram_gpu": "ngram"}  # vLLM's other names of these
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 KV_CACHE_LAYOUTS = ("nd", "nz")
 EXPERT_EXCHANGES = ("all_gather", "dispatch")

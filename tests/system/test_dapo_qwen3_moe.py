@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from recipes.common.recipe import load_recipe
 from tests.pages import ROOT
-from tests.system.command import read_metrics
-from verl.utils.net_utils import free_ports
+from tests.system.command import clean_environment, read_metrics
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_tiny_model_learns(tmp_path: Path) -> None:
-    environment = {**os.environ, "SETUP": "no", "VENV_DIR": sys.prefix, "OUTPUT_DIR": str(tmp_path)}
-    environment["RAY_PORT"] = str(free_ports(1)[0])
+    environment = clean_environment() | {"OUTPUT_DIR": str(tmp_path)}
     command = load_recipe("dapo_qwen3_moe").start_command.split()
     subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=1100)
     steps = read_metrics(tmp_path)

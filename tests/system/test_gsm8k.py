@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +11,9 @@ import pytest
 
 from recipes.common.tokenizer import CHATML, write_tokenizer
 from tests.pages import ROOT
+from tests.system.command import clean_environment
 from tools.workshop.bench.models import model_config, write_checkpoint
 from verl.trainer.config.override_text import override
-from verl.utils.net_utils import free_ports
 
 DATA = ROOT.parent / "shared" / "data"
 SMALL = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 256, "vocab_size": 16384}
@@ -31,8 +29,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
 def test_the_tiny_model_learns(tmp_path: Path) -> None:
-    environment = {**os.environ, "SETUP": "no", "VENV_DIR": sys.prefix, "OUTPUT_DIR": str(tmp_path)}
-    environment["RAY_PORT"] = str(free_ports(1)[0])
+    environment = clean_environment() | {"OUTPUT_DIR": str(tmp_path)}
     subprocess.run(["bash", "recipes/gsm8k/run.sh"], cwd=ROOT, env=environment, check=True, timeout=900)
     steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     scores = [step["val/score"] for step in steps if "val/score" in step]
@@ -55,8 +52,8 @@ def test_a_model_of_ones_own_trains_resumes_and_is_exported(tmp_path: Path, widt
     write_tokenizer(texts, model, vocab_size=16000, model_max_length=4096, form=CHATML)
     (model / "generation_config.json").write_text('{"eos_token_id": [2, 0]}')
     (tmp_path / "reward.py").write_text(REWARD)
-    given = {"SETUP": "no", "VENV_DIR": sys.prefix, "MODEL_PATH": str(model), "INPUT_DIR": str(DATA)}
-    given |= {"DEGREES": "4", "NUM_SHOTS": "0"}  # GSM8K itself, whatever the size
+    # GSM8K itself, whatever the size
+    given = {"MODEL_PATH": str(model), "INPUT_DIR": str(DATA), "DEGREES": "4", "NUM_SHOTS": "0"}
     overrides = [
         "data.train_batch_size=2",
         "actor_rollout_ref.actor.ppo_mini_batch_size=2",
@@ -66,8 +63,7 @@ def test_a_model_of_ones_own_trains_resumes_and_is_exported(tmp_path: Path, widt
     ]
     layout, chosen = tmp_path / "out" / "layout.json", []
     for num_steps in (2, 3):
-        environment = {**os.environ, **given, "OUTPUT_DIR": str(tmp_path / "out"), "STEPS": str(num_steps)}
-        environment["RAY_PORT"] = str(free_ports(1)[0])
+        environment = clean_environment() | given | {"OUTPUT_DIR": str(tmp_path / "out"), "STEPS": str(num_steps)}
         command = ["bash", "recipes/gsm8k/run.sh", *overrides]
         subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=900)
         chosen.append(layout.read_text(encoding="utf-8"))

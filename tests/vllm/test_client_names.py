@@ -19,7 +19,7 @@ from recipes.common.tokenizer import write_tokenizer
 from tests.pages import ROOT
 from tests.vllm.tiny import hf_logits, hf_model, write_checkpoint
 from vllm import LLM, SamplingParams
-from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.arg_utils import EngineArgs, without_none
 from vllm.engine.client_args import CLIENT_ARGS, take_client_args
 from vllm.entrypoints.chat_utils import resolve_hf_chat_template
 from vllm.transformers_utils.tokenizer import get_tokenizer
@@ -85,16 +85,15 @@ def test_features_that_are_not_there_are_named_when_they_are_used(
 def test_arguments_are_acted_on_or_reported_or_refused() -> None:
     assert not CLIENT_ARGS.keys() & EngineArgs.__dataclass_fields__.keys()
     for name, known in CLIENT_ARGS.items():
-        assert take_client_args({name: known.default}) == ({}, []), name
-        assert take_client_args({name: None}) == ({}, []), name
+        assert take_client_args({name: known.default}) == ({}, [], []), name
+        assert take_client_args({name: None}) == ({}, [], []), name
         if known.accepted is None:
             assert take_client_args({name: "other"})[1] == [f"{name}='other': {known.reason}"]
         else:
-            with pytest.raises(ValueError, match=name):
-                take_client_args({name: "other"})
+            assert take_client_args({name: "other"})[2] == [f"{name}='other': {known.reason}"]
     given = {"trust_remote_code": True, "max_num_seqs": None, "max_model_len": None, "seed": 3}
-    kept, notes = take_client_args(given)
-    assert kept == {"max_model_len": None, "seed": 3}, "None leaves a default, unless None is a value"
+    kept, notes, _ = take_client_args(given)
+    assert without_none(kept) == {"max_model_len": None, "seed": 3}, "None leaves a default, unless None is a value"
     assert notes == ["trust_remote_code=True: code of model directories is never executed"]
 
 
@@ -103,6 +102,8 @@ def test_refused_arguments_come_in_one_message_and_others_in_the_log(
 ) -> None:
     with pytest.raises(ValueError, match=r"enable_lora=True: LoRA[\s\S]*pipeline_parallel_size=2: generation"):
         LLM("/nowhere", enable_lora=True, pipeline_parallel_size=2)
+    with pytest.raises(ValueError, match="no argument max_num_seq, did you mean max_num_seqs"):
+        LLM("/nowhere", max_num_seq=2)
     with caplog.at_level(logging.INFO):
         LLM(write_checkpoint(tmp_path), skip_tokenizer_init=True, swap_space=8, num_gpu_blocks_override=40).shutdown()
     assert "taken without effect:\n  swap_space=8: a preempted sequence is computed again" in caplog.text

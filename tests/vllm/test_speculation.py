@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from typing import Any
 
@@ -13,6 +14,9 @@ from hypothesis import strategies as st
 from tests.parallel.launcher import run_ranks
 from tests.vllm.tiny import TINY, write_checkpoint
 from vllm import LLM, SamplingParams
+from vllm.config import SpeculativeConfig
+from vllm.engine.arg_utils import read_speculative_config
+from vllm.engine.client_args import SPECULATIVE_ARGS, take_client_args
 from vllm.entrypoints.openai.cli_args import parse_args
 from vllm.v1.engine.llm_engine import StepLimits
 from vllm.v1.request import Request
@@ -195,9 +199,14 @@ def test_answers_that_come_again_take_a_step_for_every_draft(path: str) -> None:
             "method='eagle' is unknown, expected one of mtp, ngram, suffix",
         ),
         ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens=0 must be a whole number from 1 on"),
-        ({"method": "ngram", "num_speculative_tokens": 2, "model": "x"}, "speculative_config has no 'model'"),
+        ({"method": "ngram", "num_speculative_tokens": 2, "top_k": 2}, "speculative_config has no 'top_k'"),
+        ({"method": "ngram", "num_speculative_tokens": 2, "model": "x"}, "speculative_config.model='x': drafts come"),
         (
-            {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 5},
+            {"method": "ngram", "num_speculative_tokens": 2, "rejection_sample_method": "synthetic"},
+            "rejection_sample_method='synthetic': a draft is right where",
+        ),
+        (
+            {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 5, "prompt_lookup_max": 4},
             "prompt_lookup_min=5 exceeds prompt_lookup_max=4",
         ),
     ],
@@ -206,6 +215,48 @@ def test_answers_that_come_again_take_a_step_for_every_draft(path: str) -> None:
 def test_what_is_wrong_is_named(path: str, given: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         make_llm(path, given)
+    with pytest.raises(ValueError, match="spec_tokens=1, and speculative_config.num_speculative_tokens=2: give one"):
+        make_llm(path, {"method": "ngram", "num_speculative_tokens": 2}, spec_tokens=1)
+
+
+def test_what_scripts_of_vllm_say_is_acted_on_or_noted(caplog: pytest.LogCaptureFixture) -> None:
+    for name, known in SPECULATIVE_ARGS.items():
+        assert take_client_args({name: known.default}, SPECULATIVE_ARGS) == ({}, [], []), name
+    ours: dict[str, Any] = {"num_speculative_tokens": 2}
+    for words, expected in (
+        ({"method": "deepseek_mtp"}, {"method": "mtp"}),
+        ({"method": "ngram_gpu", "prompt_lookup_max": 1}, {"prompt_lookup_max": 1, "prompt_lookup_min": 1}),
+        ({"model": "[ngram]", "prompt_lookup_min": 5}, {"prompt_lookup_max": 5, "prompt_lookup_min": 5}),
+        ({"method": "ngram", "prompt_lookup_max": 3}, {"prompt_lookup_max": 3, "prompt_lookup_min": 2}),
+    ):
+        assert read_speculative_config(words | ours) == ([], SpeculativeConfig(**{"method": "ngram"} | expected | ours))
+    with caplog.at_level(logging.INFO):
+        tree = {"suffix_decoding_max_tree_depth": 8, "suffix_decoding_max_cached_requests": 10000}
+        assert read_speculative_config({"method": "suffix"} | tree | ours)[1] == SpeculativeConfig("suffix", 2)
+    assert "speculative_config.suffix_decoding_max_tree_depth=8: suffix_max_tokens limits" in caplog.text
+    assert "max_cached_requests" not in caplog.text, "the default is no note"
+
+
+def test_the_server_takes_keys_as_options(capsys: pytest.CaptureFixture[str]) -> None:
+    of_drafts, others = {"method": "ngram", "num_speculative_tokens": 3}, ["--kv-transfer-config.role.rank", "3"]
+    for words in (
+        ["--speculative-config.method", "ngram", "--speculative_config.num-speculative-tokens=3"],
+        ["-sc", '{"method": "ngram", "num_speculative_tokens": 3}'],
+        ["-sc.method=ngram", "-sc.num_speculative_tokens", "3"],
+    ):
+        assert parse_args(["DIR", *words])[1].speculative_config == of_drafts
+    [_, engine, notes] = parse_args(["DIR", "-O3", "--spec-method", "ngram", "--spec-tokens", "3"])
+    assert (engine.spec_method, engine.spec_tokens) == ("ngram", 3) and notes[0].startswith("optimization_level=3: ")
+    for words, problem in (
+        (["--speculative-config.method"], "--speculative-config.method needs a value"),
+        (["--speculative-config.method", "--seed", "3"], "--speculative-config.method needs a value"),
+        (["-sc", "{}", "--speculative-config.method", "ngram"], "--speculative-config: give the whole object or its"),
+        (["--speculative-config.a", "1", "--speculative-config.a.b", "2"], "a has a value of its own already"),
+        (others, 'kv_transfer_config=\'{"role": {"rank": 3}}\': prefill and decode run'),
+    ):
+        with pytest.raises(SystemExit):
+            parse_args(["DIR", *words])
+        assert problem in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("path", ["float32"], indirect=True)

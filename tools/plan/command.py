@@ -80,7 +80,7 @@ def _planned(
         raise ValueError(f"trainer.schedule={schedule}: --search, --choose and --why-not are for schedule=sync alone")
     # Means are timed, while memory is planned for the longest rows.
     lengths = _lengths(options, default_lengths(run.config))
-    method = run.config.actor_rollout_ref.rollout.speculative_config.get("method", "")
+    method = run.config.actor_rollout_ref.rollout.draft_method
     if options.acceptance and not (method or options.search or options.changes):
         raise ValueError("--acceptance: there are no drafts; give actor_rollout_ref.rollout.speculative_config")
     size = StepSize(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
+import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from vllm.config import (
+    DRAFT_SYNONYMS,
     LOGPROBS_MODES,
     CacheConfig,
     CompilationConfig,
@@ -19,7 +22,10 @@ from vllm.config import (
     default_capture_sizes,
     speculative_problems,
 )
+from vllm.engine.client_args import SPECULATIVE_ARGS, take_client_args
 from vllm.transformers_utils.config import load_config, resolve_quantization
+
+logger = logging.getLogger(__name__)
 
 _PARTS = (
     ("model", ModelConfig),
@@ -85,6 +91,8 @@ class EngineArgs:
     speculative_config: Mapping[str, Any] | None = option(
         None, 'drafts that steps verify: {"method": "ngram", "num_speculative_tokens": 4}; they change no token'
     )
+    spec_method: str | None = option(None, "speculative_config.method")
+    spec_tokens: int | None = option(None, "speculative_config.num_speculative_tokens")
     load_format: str = option("auto", "auto, safetensors, or dummy (no weights are read)")
     quantization: str | None = option(None, "fp8 or dequantize; default: as the checkpoint stores its weights")
     rollout_ops: str | None = option(None, "provider of the op table, module:function; default: the platform's")
@@ -113,7 +121,9 @@ class EngineArgs:
         batched_tokens = self.max_num_batched_tokens
         if batched_tokens is None:
             batched_tokens = max(2048, self.max_num_seqs, 0 if self.enable_chunked_prefill else max_model_len)
-        found, speculative = read_speculative_config(self.speculative_config)
+        found, given = self._whole_speculative_config()
+        problems += found
+        found, speculative = read_speculative_config(given)
         problems += found
         num_rows = self.max_num_seqs  # of a decode step, where each draft has one
         if speculative is not None and speculative.method == "mtp":
@@ -153,8 +163,19 @@ class EngineArgs:
             )
         problems += config.problems()
         if problems:
-            raise ValueError("the engine cannot be built:\n" + "\n".join(f"  - {p}" for p in problems))
+            raise engine_error(problems)
         return config
+
+    def _whole_speculative_config(self) -> tuple[list[str], dict[str, Any]]:
+        """Return (problems, ``speculative_config`` with what has an argument of its own)."""
+        whole, problems = dict(self.speculative_config or {}), []
+        for argument, name in (("spec_method", "method"), ("spec_tokens", "num_speculative_tokens")):
+            value = getattr(self, argument)
+            if value is not None and whole.setdefault(name, value) != value:
+                problems.append(
+                    f"{argument}={value!r}, and speculative_config.{name}={whole[name]!r}: give one of them"
+                )
+        return problems, whole
 
     def _data_parallel_size(self) -> tuple[list[str], int]:
         """Return (problems, size), from the argument or else from the environment."""
@@ -170,19 +191,51 @@ def read_speculative_config(given: Mapping[str, Any] | None) -> tuple[list[str],
     """The problems of vLLM's ``speculative_config``, and what it says where it has none; an empty one is none."""
     if not given:
         return [], None
-    names = {one.name: one for one in fields(SpeculativeConfig)}
-    problems = [
-        f"speculative_config has no {name!r}; it has {', '.join(names)}" for name in sorted(given.keys() - names)
-    ]
+    kept, notes, refused = take_client_args(given, SPECULATIVE_ARGS)
+    problems = [f"speculative_config.{problem}" for problem in refused]
+    names = [one.name for one in fields(SpeculativeConfig)]
     problems += [
-        f"speculative_config.{name} is missing" for name in ("method", "num_speculative_tokens") if name not in given
+        f"speculative_config has no {name!r}; it has {', '.join(names)}" for name in sorted(kept.keys() - set(names))
+    ]
+    if given.get("model") in ("ngram", "[ngram]"):
+        kept.setdefault("method", "ngram")
+    # Where one is given, the other's default makes room.
+    for name, other, of in (("min", "max", min), ("max", "min", max)):
+        value = kept.get(f"prompt_lookup_{other}")
+        if isinstance(value, int):
+            kept.setdefault(f"prompt_lookup_{name}", of(value, getattr(SpeculativeConfig, f"prompt_lookup_{name}")))
+    problems += [
+        f"speculative_config.{name} is missing" for name in ("method", "num_speculative_tokens") if name not in kept
     ]
     if not problems:
-        made = SpeculativeConfig(**given)
+        made = SpeculativeConfig(**kept | {"method": DRAFT_SYNONYMS.get(kept["method"], kept["method"])})
         problems = list(speculative_problems(made))
         if not problems:
+            if notes:
+                logger.info("taken without effect:\n  %s", "\n  ".join(f"speculative_config.{n}" for n in notes))
             return [], made
     return problems, None
+
+
+def unknown_arguments(given: Iterable[str]) -> list[str]:
+    """A problem for each name that `EngineArgs` does not have."""
+    names = [one.name for one in fields(EngineArgs)]
+    problems = []
+    for name in sorted(set(given) - set(names)):
+        close = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
+        problems.append(f"LLM has no argument {name}" + (f", did you mean {close[0]}?" if close else ""))
+    return problems
+
+
+def engine_error(problems: Sequence[str]) -> ValueError:
+    """What is raised where arguments have problems."""
+    return ValueError("the engine cannot be built:\n" + "\n".join(f"  - {problem}" for problem in problems))
+
+
+def without_none(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `EngineArgs` as clients mean them: None is the default where it is no value of its own."""
+    kinds = {one.name: str(one.type) for one in fields(EngineArgs)}
+    return {name: value for name, value in given.items() if value is not None or "None" in kinds.get(name, "None")}
 
 
 def _dataclass_of(kind: type[Any], values: Mapping[str, Any]) -> Any:

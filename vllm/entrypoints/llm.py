@@ -16,7 +16,7 @@ from vllm.config import WeightTransferConfig
 from vllm.distributed.parallel_state import init_model_parallel
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
-from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.arg_utils import EngineArgs, engine_error, unknown_arguments, without_none
 from vllm.engine.client_args import take_client_args
 from vllm.entrypoints.chat_utils import Message, conversation_prompt
 from vllm.entrypoints.progress import progress
@@ -77,12 +77,15 @@ class LLM:
         weight_transfer_config: WeightTransferConfig | Mapping[str, Any] | None = None,
         **engine_args: Any,
     ) -> None:
-        kept, notes = take_client_args(engine_args)
+        kept, notes, refused = take_client_args(engine_args)
+        refused += unknown_arguments(kept)
+        if refused:
+            raise engine_error(refused)
         args = EngineArgs(
             model,
             rollout_ops=rollout_ops if isinstance(rollout_ops, str) else None,
             device=device.name if isinstance(device, Platform) else device,
-            **kept,
+            **without_none(kept),
         )
         if notes:
             logger.info("taken without effect:\n  %s", "\n  ".join(notes))
@@ -99,7 +102,7 @@ class LLM:
         problems = platform.config_problems(self.config, ops)
         problems += weight_transfer_config.problems() if weight_transfer_config else []
         if problems:
-            raise ValueError("the engine cannot be built:\n" + "\n".join(f"  - {p}" for p in problems))
+            raise engine_error(problems)
         self._tokenizer: LazyTokenizer | None = None
         if not self.config.model.skip_tokenizer_init:
             self._tokenizer = LazyTokenizer(self.config.model.tokenizer)

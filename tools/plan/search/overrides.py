@@ -63,7 +63,7 @@ def overrides_of(candidate: Candidate, config: PPOTrainerConfig) -> list[str]:
 def _drafts_of(candidate: Candidate, config: PPOTrainerConfig) -> list[str]:
     """The overrides of other drafts than the config's, with the sizes of their graphs."""
     rollout, own = candidate.shape.rollout, config.actor_rollout_ref.rollout
-    counted = own.speculative_config.get("num_speculative_tokens", 0), own.speculative_config.get("method", "")
+    counted = own.speculative_config.get("num_speculative_tokens", 0), own.draft_method
     if (rollout.num_drafts, rollout.draft_method) == counted:
         return []
     found: dict[str, object] = {f"{ROLLOUT}.speculative_config": None}

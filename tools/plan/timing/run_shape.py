@@ -274,7 +274,7 @@ class RunShape:
                 most_gathered=MOST_GATHERED_TOKENS if trainer.device == "cuda" else 0,
                 has_whole_shared=rollout.use_sequence_parallel_moe,
                 shares_prompts=rollout.enable_prefix_caching,
-                draft_method=str(rollout.speculative_config.get("method", "")),
+                draft_method=rollout.draft_method,
                 num_drafts=num_drafts,
                 most_drafting=_given_count(rollout, "disable_by_batch_size"),
                 expert_exchange=rollout.expert_exchange,

@@ -65,7 +65,7 @@ def _pair_problems(config: PPOTrainerConfig) -> Iterator[str]:
             "two samples of a prompt are compared, give at least 2"
         )
     has_prediction = models.actor.megatron.override_transformer_config.get("mtp_num_layers")
-    if models.rollout.speculative_config.get("method") == "mtp" and not has_prediction:
+    if models.rollout.draft_method == "mtp" and not has_prediction:
         yield (
             "actor_rollout_ref.rollout.speculative_config.method is mtp, and the trainer has no prediction layer to "
             f"send: set {_ACTOR}.override_transformer_config.mtp_num_layers=1, and mtp_loss_scaling_factor=0 there to "

@@ -128,6 +128,16 @@ class RolloutConfig(Section):
         return self.tensor_model_parallel_size * self.replicas_per_engine(world_size)
 
     @property
+    def draft_method(self) -> str:
+        """That of ``speculative_config`` by the engine's own name; empty without drafts."""
+        if not self.speculative_config:
+            return ""
+        from vllm.config import DRAFT_SYNONYMS  # loads torch
+
+        method = str(self.speculative_config.get("method", ""))
+        return DRAFT_SYNONYMS.get(method, method)
+
+    @property
     def context_length(self) -> int:
         return self.max_model_len or self.prompt_length + self.response_length
 

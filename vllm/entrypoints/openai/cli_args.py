@@ -25,9 +25,25 @@ SHORT_FORMS = {
     "data_parallel_size": "-dp",
     "pipeline_parallel_size": "-pp",
     "quantization": "-q",
+    "speculative_config": "-sc",
+    "compilation_config": "-cc",
+    "attention_config": "-ac",
+    "optimization_level": "-O",
+    "decode_context_parallel_size": "-dcp",
+    "prefill_context_parallel_size": "-pcp",
+    "data_parallel_size_local": "-dpl",
+    "data_parallel_rank": "-dpn",
+    "data_parallel_start_rank": "-dpr",
+    "data_parallel_address": "-dpa",
+    "data_parallel_rpc_port": "-dpp",
+    "data_parallel_backend": "-dpb",
+    "nnodes": "-n",
+    "node_rank": "-r",
 }
+_LONG_FORMS = {short: "--" + name.replace("_", "-") for name, short in SHORT_FORMS.items()}
 
 _OPTION = re.compile(r"^--[\w-]+")
+_OPTION_OF_KEY = re.compile(r"(--?[a-z][\w-]*)\.([\w.-]+)(=.*)?", re.DOTALL)
 _TLS = "the server speaks plain HTTP: put a proxy with TLS before it"
 _TOOLS = "tool calls are not supported"
 _BROWSERS = "pages of other origins cannot ask the server"
@@ -36,6 +52,8 @@ _ADAPTERS = "adapters are not supported"
 # What vLLM's server takes and LLM does not.
 SERVER_ONLY: dict[str, ClientArg] = {
     "disable_uvicorn_access_log": ClientArg(False, "disable_log_requests leaves out the line of a request", None, bool),
+    "enable_log_requests": ClientArg(False, "requests are logged unless disable_log_requests", None, bool),
+    "stream_interval": ClientArg(1, "tokens are sent as they come", None, int),
     "max_log_len": ClientArg(None, "prompts are not logged", None, int),
     "enable_reasoning": ClientArg(False, "reasoning_parser alone decides", None, bool),
     "enable_prompt_tokens_details": ClientArg(False, "usage always has them", None, bool),
@@ -153,9 +171,11 @@ def parse_args(
     others = {name: known for name, known in {**CLIENT_ARGS, **SERVER_ONLY}.items() if name not in _fields(ServerArgs)}
     _add_client_args(parser.add_argument_group("options of vLLM that change nothing here, or are refused"), others)
     words = sys.argv[1:] if argv is None else argv
-    parsed, rest = parser.parse_known_args(
-        [_OPTION.sub(lambda name: name[0].replace("_", "-"), word) for word in words]
-    )
+    try:
+        words = _with_whole_objects([_OPTION.sub(lambda name: name[0].replace("_", "-"), word) for word in words])
+    except ValueError as error:
+        parser.error(str(error))
+    parsed, rest = parser.parse_known_args(words)
     given = vars(parsed)
     given["model"], problems = _model(given["model"], rest, parser)
     given["api_key"] = given["api_key"] or os.environ.get("VLLM_API_KEY")
@@ -166,13 +186,39 @@ def parse_args(
     notes = [
         f"{name}={given[name]!r}: {one.reason}" for name, one in others.items() if _has_no_effect(given[name], one)
     ]
-    try:
-        take_client_args({name: given[name] for name in others}, others)
-    except ValueError as error:
-        problems += [line.removeprefix("  - ") for line in str(error).splitlines()[1:]]
+    problems += take_client_args({name: given[name] for name in others}, others)[2]
     if problems:
         parser.error(problems[0] if len(problems) == 1 else "".join(f"\n  - {problem}" for problem in problems))
     return server, engine, notes
+
+
+def _with_whole_objects(words: Sequence[str]) -> list[str]:
+    """vLLM's ``--option.key value`` and ``--option.key=value`` as one ``--option`` with a JSON object; ValueError."""
+    kept, objects, left = list[str](), dict[str, dict[str, Any]](), iter(words)
+    for word in left:
+        found = _OPTION_OF_KEY.fullmatch(word)
+        if found is None:
+            kept.append(word)
+            continue
+        name, path, value = found.groups()
+        name = _LONG_FORMS.get(name, name)
+        text = next(left, None) if value is None else value[1:]
+        if text is None or text.startswith("--"):
+            raise ValueError(f"{word} needs a value")
+        *outer, last = path.replace("-", "_").split(".")
+        target = objects.setdefault(name, {})
+        for key in outer:
+            target = target.setdefault(key, {})
+            if not isinstance(target, dict):
+                raise ValueError(f"{word}: {key} has a value of its own already")
+        try:
+            target[last] = json.loads(text)
+        except ValueError:
+            target[last] = text
+    names = [word.partition("=")[0] for word in kept]
+    if twice := {_LONG_FORMS.get(name, name) for name in names} & objects.keys():
+        raise ValueError(f"{', '.join(sorted(twice))}: give the whole object or its keys, not both")
+    return kept + [word for name, found in objects.items() for word in (name, json.dumps(found))]
 
 
 def _model(model: str | None, rest: Sequence[str], parser: argparse.ArgumentParser) -> tuple[str, list[str]]:
