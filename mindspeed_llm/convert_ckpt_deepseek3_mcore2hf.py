@@ -12,7 +12,7 @@ from mindspeed_llm.conversion.command import add_checkpoint_flags, conversion_pa
 from mindspeed_llm.conversion.engine import Conversion
 from mindspeed_llm.conversion.hf_writer import HFTensor, HFWriter, published, published_config, shards_by_bytes
 from mindspeed_llm.convert_ckpt_deepseek3 import add_layout_flags, given_layout
-from mindspeed_llm.dcp_checkpoint import DCPCheckpoint, is_dcp
+from mindspeed_llm.dcp_checkpoint import DCPCheckpoint, is_dcp, weights_of
 from mindspeed_llm.hf_checkpoint import DEFAULT_SHARD_BYTES, plain_config
 from mindspeed_llm.hf_shapes import hf_tensors
 from mindspeed_llm.sharded_checkpoint import ShardedCheckpoint, read_layout
@@ -72,15 +72,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--fp8", action="store_true", help="quantise the weights again, as DeepSeek publishes them")
 
     def plan(given: argparse.Namespace) -> Conversion:
+        load_dir = weights_of(given.load_dir)
         sizes = (getattr(given, f"source_{axis}_parallel_size") for axis in ("tensor", "pipeline", "expert"))
         chunks, experts = given.num_layers_per_virtual_pipeline_stage, (given.moe_grouped_gemm, given.moe_tp_extend_ep)
         is_given = any((*sizes, given.num_layer_list, chunks, given.noop_layers, *experts))
         layout: ParallelLayout | None = None
         naming: Naming = "mindspeed_llm"
-        if is_given or not (read_layout(given.load_dir) is not None or is_dcp(given.load_dir)):
+        if is_given or not (read_layout(load_dir) is not None or is_dcp(load_dir)):
             layout, naming = given_layout(given, "source", load_hf_config(given.hf_config_dir))
         num_mtp, max_bytes = given.num_nextn_predict_layers, given.max_shard_bytes
-        return plan_hf(given.load_dir, given.hf_config_dir, layout, naming, num_mtp, max_bytes, given.fp8)
+        return plan_hf(load_dir, given.hf_config_dir, layout, naming, num_mtp, max_bytes, given.fp8)
 
     return run_conversion(parser, plan, argv)
 

@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.manifest import read_manifest
 from megatron.core.dist_checkpointing.saved_tensors import METADATA, SavedChunk, SavedTensor, saved_tensors
 from megatron.core.parallel_layout import ParallelLayout
 from mindspeed_llm.saved_tensor import saved_region
+from mindspeed_llm.sharded_checkpoint import LATEST_NAME
 from mindspeed_llm.weight_plan import Shard, TensorPlan, local_plan
 from mindspeed_llm.weight_source import PlannedCheckpoint
 
@@ -30,6 +31,17 @@ PREFIX = "model."  # of the keys of weights, beside ``optimizer.`` and ``rng.``
 def is_dcp(path: Path) -> bool:
     """Whether ``path`` is a directory of torch.distributed.checkpoint."""
     return (path / METADATA).is_file()
+
+
+def weights_of(path: Path) -> Path:
+    """Where the weights are of a step's folder (``global_step_N``) or of a run's, its last step; else ``path``."""
+    if not is_dcp(path):
+        newest = path / LATEST_NAME
+        step = newest.read_text(encoding="utf-8").strip() if newest.is_file() else ""
+        for found in (path / "actor", path / f"global_step_{step}" / "actor"):
+            if is_dcp(found):
+                return found
+    return path
 
 
 def global_tensors(hf: HFModelConfig) -> dict[str, TensorPlan]:

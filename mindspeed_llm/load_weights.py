@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_formats.config import HFModelConfig
 from hf_formats.problems import raise_problems
 from mindspeed_llm.conversion.kernels import choose_kernels, copy_native
-from mindspeed_llm.dcp_checkpoint import DCPCheckpoint, is_dcp
+from mindspeed_llm.dcp_checkpoint import DCPCheckpoint, is_dcp, weights_of
 from mindspeed_llm.sharded_checkpoint import ShardedCheckpoint
 from mindspeed_llm.weight_plan import TensorPlan
 from mindspeed_llm.weight_source import Checkpoint, CopyValues, Origin, WeightSource, copy_values, fill
@@ -23,7 +23,8 @@ logger = logging.getLogger(__name__)
 
 def open_shards(path: str | Path, hf: HFModelConfig) -> Checkpoint:
     """The sharded checkpoint in a directory: a distributed checkpoint or mp_rank files."""
-    return DCPCheckpoint(path, hf) if is_dcp(Path(path)) else ShardedCheckpoint(path)
+    found = weights_of(Path(path))
+    return DCPCheckpoint(found, hf) if is_dcp(found) else ShardedCheckpoint(found)
 
 
 @torch.no_grad()

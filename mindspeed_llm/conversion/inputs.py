@@ -14,7 +14,7 @@ from hf_formats.config import HFModelConfig, parse_hf_config, read_config_dict
 from hf_formats.fp8 import FP8_DTYPE, is_quantized
 from hf_formats.ranges import Ranges
 from mindspeed_llm.cli_io import hf_files
-from mindspeed_llm.dcp_checkpoint import DCPCheckpoint, is_dcp
+from mindspeed_llm.dcp_checkpoint import DCPCheckpoint, is_dcp, weights_of
 from mindspeed_llm.hf_checkpoint import open_hf
 from mindspeed_llm.hf_shapes import hf_tensors
 from mindspeed_llm.sharded_checkpoint import LAYOUT_NAME, ShardedCheckpoint, read_layout
@@ -62,6 +62,7 @@ def open_input(path: Path, mtp_num_layers: int, dry_run: bool = False, hf_config
 
     ``hf_config_dir`` is for training checkpoints, which do not say of which model they are.
     """
+    path = weights_of(path)
     if is_dcp(path):
         return open_dcp(path, mtp_num_layers, hf_config_dir)
     if (path / LAYOUT_NAME).exists():

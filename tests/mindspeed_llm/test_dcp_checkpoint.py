@@ -18,7 +18,8 @@ from megatron.core.dist_checkpointing.saved_tensors import METADATA, read_metada
 from megatron.core.ops.reference import reference_ops
 from megatron.core.parallel_layout import ParallelLayout
 from megatron.core.parallel_state import destroy_model_parallel, initialize_model_parallel
-from mindspeed_llm.dcp_checkpoint import DCPCheckpoint
+from mindspeed_llm import convert_ckpt_deepseek3_mcore2hf
+from mindspeed_llm.dcp_checkpoint import DCPCheckpoint, weights_of
 from mindspeed_llm.hf_checkpoint import open_hf
 from mindspeed_llm.load_weights import load_weights, open_shards
 from mindspeed_llm.model import build_model
@@ -124,6 +125,24 @@ def test_a_rank_reads_what_it_holds(saved: tuple[Path, Path]) -> None:
                 held += tensor.num_elements * source.dtype(tensor.shards[0].hf_name).itemsize
                 num_chunks += -(-tensor.num_bytes // (1 << 16)) + 1
             assert held <= source.bytes_read < held + 2500 * num_chunks
+
+
+def test_a_step_or_a_run_is_its_model_part(saved: tuple[Path, Path], tmp_path: Path) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    for step in (3, 4):
+        (checkpoints / f"global_step_{step}").mkdir(parents=True)
+        (checkpoints / f"global_step_{step}" / "actor").symlink_to(saved[1])
+    (checkpoints / "latest_checkpointed_iteration.txt").write_text("3")
+    newest = checkpoints / "global_step_3" / "actor"
+    assert weights_of(newest) == weights_of(newest.parent) == weights_of(checkpoints) == newest
+    assert weights_of(saved[0]) == saved[0]
+    names = ["--load-dir", str(checkpoints), "--hf-config-dir", str(saved[0]), "--save-dir", str(tmp_path / "hf")]
+    assert convert_ckpt_deepseek3_mcore2hf.main(names) == 0
+    hf = load_hf_config(saved[0])
+    with open_hf(saved[0], hf) as expected, open_hf(tmp_path / "hf", hf) as found:
+        assert len(found.names()) > 40
+        for name in found.names():
+            assert found.read(name).equal(expected.read(name)), name
 
 
 def test_what_the_model_has_not_is_left_out_and_what_is_missing_named(saved: tuple[Path, Path]) -> None:
