@@ -4,11 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 SMALLEST_TEMPERATURE = 1e-5  # below it sampling is greedy
 _LARGEST_PENALTY = 1e6
+_NO_FORM = "structured outputs are not supported; allowed_token_ids limits tokens"
+_NOT_THERE = {
+    "structured_outputs": _NO_FORM,
+    "guided_decoding": _NO_FORM,
+    "logits_processors": "code of users does not run in the engine; logit_bias changes logits",
+    "best_of": "ask for n and choose",
+    "truncate_prompt_tokens": "a prompt is taken whole: shorten it",
+    "thinking_token_budget": "a thought has no limit of its own; max_tokens limits the answer",
+    "repetition_detection": "no sample ends because it repeats itself; repetition_penalty makes that rarer",
+    "logprob_token_ids": "logprobs are those of the most likely tokens",
+    "flat_logprobs": "log-probs are dicts",
+    "extra_args": "there are no plug-ins that read them",
+}
 
 
 class RequestOutputKind(Enum):
@@ -60,9 +74,25 @@ class SamplingParams:
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # of LLMEngine.add_request
+    # Of vLLM, and not here: whatever asks for something is refused.
+    structured_outputs: Any = field(default=None, repr=False, kw_only=True)
+    guided_decoding: Any = field(default=None, repr=False, kw_only=True)
+    logits_processors: Any = field(default=None, repr=False, kw_only=True)
+    best_of: Any = field(default=None, repr=False, kw_only=True)
+    truncate_prompt_tokens: Any = field(default=None, repr=False, kw_only=True)
+    thinking_token_budget: Any = field(default=None, repr=False, kw_only=True)
+    repetition_detection: Any = field(default=None, repr=False, kw_only=True)
+    logprob_token_ids: Any = field(default=None, repr=False, kw_only=True)
+    flat_logprobs: Any = field(default=None, repr=False, kw_only=True)
+    extra_args: Any = field(default=None, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        problems = [*self._length_problems(), *self._distribution_problems(), *self._text_problems()]
+        problems = [
+            *self._unsupported(),
+            *self._length_problems(),
+            *self._distribution_problems(),
+            *self._text_problems(),
+        ]
         if problems:
             raise ValueError("SamplingParams: " + "; ".join(problems))
 
@@ -75,6 +105,12 @@ class SamplingParams:
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def _unsupported(self) -> Iterator[str]:
+        for name, reason in _NOT_THERE.items():
+            asked = getattr(self, name)
+            if asked and not (name == "best_of" and asked == self.n):
+                yield f"{name}={asked!r}: {reason}"
 
     def _length_problems(self) -> Iterator[str]:
         if self.n < 1:

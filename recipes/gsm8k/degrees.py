@@ -8,6 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from hf_formats.chat import chat_text
 from hf_formats.stamps import is_made_from, write_stamp
 from recipes.common import data_scripts
 from recipes.common.options import INPUT, DataScriptParser, user_path
@@ -129,8 +130,7 @@ def _check_fit(rows: Rows, num_shots: int, tokenizer_path: str, max_prompt_lengt
     from hf_formats.tokenizer import load_tokenizer  # it imports transformers
 
     tokenizer = load_tokenizer(tokenizer_path)
-    chat = tokenizer.apply_chat_template
-    texts = [str(chat(row["prompt"], tokenize=False, add_generation_prompt=True)) for row in rows]
+    texts = [chat_text(tokenizer, row["prompt"]) for row in rows]
     lengths = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
     num_fitting = sum(length <= max_prompt_length for length in lengths)
     if num_fitting < LEAST_FITTING * len(lengths):

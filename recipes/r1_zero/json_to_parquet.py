@@ -13,6 +13,7 @@ from typing import Any
 if not __package__:  # run by its path: the repository's packages must be found
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from hf_formats.chat import chat_text
 from hf_formats.files import write_text
 from hf_formats.stamps import is_made_from, write_stamp
 from hf_formats.tokenizer import load_tokenizer
@@ -155,7 +156,7 @@ def prompt_lengths(problems: list[Problem], tokenizer_path: str) -> dict[int, in
     tokenizer = load_tokenizer(tokenizer_path)
     lengths = {}
     for item in problems:
-        text = tokenizer.apply_chat_template(messages(item.problem), tokenize=False, add_generation_prompt=True)
+        text = chat_text(tokenizer, messages(item.problem))
         lengths[item.index] = len(tokenizer(text, add_special_tokens=False)["input_ids"])
     return lengths
 

@@ -352,3 +352,26 @@ def test_parts_of_a_message_have_their_own_keys(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "parts.parquet")
     found = read_rows([str(tmp_path / "parts.parquet")], "prompt")
     assert [row["prompt"][0]["content"] for row in found] == parts
+
+
+def test_parts_of_text_are_lines_and_what_a_template_refuses_is_named_with_its_row(
+    tmp_path: Path, files: tuple[str, str]
+) -> None:
+    """A template that writes contents as they are would write Python's form of a list."""
+    tokenizer, path = hf_tokenizer(files[1]), str(tmp_path / "parts.parquet")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.content == 'no' %}{{ raise_exception('not so') }}{% endif %}{{ m.content }}"
+        "{% endfor %}"
+    )
+
+    def dataset(*contents: list[dict[str, str]]) -> RLHFDataset:
+        rows = [_row(i, "") | {"prompt": [{"role": "user", "content": content}]} for i, content in enumerate(contents)]
+        pq.write_table(pa.Table.from_pylist(rows), path)
+        return RLHFDataset([path], tokenizer, DataConfig(max_prompt_length=500))
+
+    text = {"type": "text", "text": "What is"}
+    assert dataset([text, {"type": "text", "text": "1 + 1?"}])[0]["prompt_text"] == "What is\n1 + 1?"
+    with pytest.raises(ValueError, match=r"row 1 of .*parts.parquet: .*a part of type 'image'; models take text only"):
+        dataset([text], [text, {"type": "image", "image": "a.png"}])
+    with pytest.raises(ValueError, match=r"row 1 of .*parts.parquet: the chat template does not take .*: not so"):
+        dataset([text], [{"type": "text", "text": "no"}])

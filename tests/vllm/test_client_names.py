@@ -71,6 +71,7 @@ def test_clients_can_ask_for_the_version(monkeypatch: pytest.MonkeyPatch) -> Non
         ("vllm.lora.request", "LoRARequest", {"lora_name": "a", "lora_int_id": 1, "lora_path": "/a"}),
         ("vllm.sampling_params", "StructuredOutputsParams", {"regex": "a*"}),
         ("vllm.sampling_params", "GuidedDecodingParams", {"json": "{}"}),
+        ("vllm.sampling_params", "SamplingParams", {"guided_decoding": {"json": "{}"}}),
         ("vllm.distributed.weight_transfer.nccl_engine", "NCCLTrainerSendWeightsArgs", {"packed": True}),
         ("vllm.distributed.weight_transfer.nccl_engine", "NCCLWeightTransferEngine", {}),
     ],
@@ -95,6 +96,14 @@ def test_arguments_are_acted_on_or_reported_or_refused() -> None:
     kept, notes, _ = take_client_args(given)
     assert without_none(kept) == {"max_model_len": None, "seed": 3}, "None leaves a default, unless None is a value"
     assert notes == ["trust_remote_code=True: code of model directories is never executed"]
+
+
+def test_sampling_takes_vllms_other_names_where_they_ask_for_nothing() -> None:
+    nothing = dict.fromkeys(("structured_outputs", "guided_decoding", "logits_processors", "truncate_prompt_tokens"))
+    assert SamplingParams(n=2, best_of=2, extra_args={}, flat_logprobs=False, **nothing).n == 2
+    with pytest.raises(ValueError, match=r"best_of=4: ask for n and choose; temperature=-1"):
+        SamplingParams(best_of=4, temperature=-1)
+    assert "best_of" not in repr(SamplingParams())
 
 
 def test_refused_arguments_come_in_one_message_and_others_in_the_log(
@@ -122,6 +131,12 @@ def test_a_conversation_is_the_prompt_that_the_template_makes(llm: LLM) -> None:
     assert other.prompt_token_ids == tokenizer.encode(CHAT[0]["content"], add_special_tokens=False)
     with pytest.raises(ValueError, match="does not take these messages"):
         llm.chat(CHAT, params, chat_template="{{ raise_exception('no') }}")
+    template = "{% for tool in tools %}{{ tool.name }}{% endfor %}{{ messages[0].content }}"
+    parts = [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]
+    [shown] = llm.chat([{"role": "user", "content": parts}], params, False, None, template, tools=[{"name": "a"}])
+    assert shown.prompt_token_ids == tokenizer.encode("ab\nc", add_special_tokens=False)
+    with pytest.raises(ValueError, match="a part of type 'image_url'; models take text only"):
+        llm.chat([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}], params)
     assert resolve_hf_chat_template(tokenizer, None, tools=None, model_config=None) == tokenizer.chat_template
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from hf_formats.chat import chat_text
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -35,15 +37,11 @@ def conversation_prompt(
     template = resolve_hf_chat_template(tokenizer, chat_template)
     if template is None:
         raise ValueError("the tokenizer has no chat template: give chat_template, or use LLM.generate")
-    try:
-        text = tokenizer.apply_chat_template(
-            list(messages),
-            chat_template=template,
-            add_generation_prompt=add_generation_prompt and not continue_final_message,
-            continue_final_message=continue_final_message,
-            tokenize=False,
-            **template_kwargs,
-        )
-    except Exception as error:  # whatever a template raises about messages that it refuses
-        raise ValueError(f"the chat template does not take these messages: {error}") from error
-    return str(text)
+    return chat_text(
+        tokenizer,
+        messages,
+        chat_template=template,
+        add_generation_prompt=add_generation_prompt and not continue_final_message,
+        continue_final_message=continue_final_message,
+        **template_kwargs,
+    )

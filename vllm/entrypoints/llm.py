@@ -181,17 +181,21 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
-        *,
+        lora_request: None = None,
         chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Return one RequestOutput per conversation, a list of messages with role and content; or for a single one.
 
-        Conversations are rendered by `chat_template`, else the tokenizer's own. ValueError without a template, for
-        messages that it refuses, or with skip_tokenizer_init.
+        Conversations are rendered by `chat_template`, else the tokenizer's own, which may show the model `tools`, as
+        OpenAI's function schemas. Templates get contents as text, whatever `chat_template_content_format` says.
+        ValueError without a template, for messages that it refuses, or with skip_tokenizer_init.
         """
+        shown = {} if tools is None else {"tools": list(tools)}
         is_single = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if is_single else messages
         tokenizer = self.get_tokenizer()
@@ -203,11 +207,11 @@ class LLM:
                 chat_template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                **(chat_template_kwargs or {}),
+                **shown | dict(chat_template_kwargs or {}),
             )
             # The template writes the special tokens itself.
             prompts.append(TokensPrompt(prompt_token_ids=tokenizer.encode(text, add_special_tokens=False)))
-        return self.generate(prompts, sampling_params, use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm, lora_request)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The parameters of calls that are given none."""

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hf_formats.chat import chat_text
 from verl.experimental.agent_loop.environment import Message
 
 
@@ -82,11 +83,7 @@ class Conversation:
         return 0, ""
 
     def _rendered(self) -> str:
-        try:
-            chat = self._tokenizer.apply_chat_template
-            return str(chat(self._messages, add_generation_prompt=True, tokenize=False, **self._template))
-        except Exception as error:  # whatever a template raises about messages that it refuses
-            raise ValueError(f"the chat template does not take these messages: {error}") from error
+        return chat_text(self._tokenizer, self._messages, **self._template)
 
     def _ids(self, text: str) -> list[int]:
         return [int(token) for token in self._tokenizer(text, add_special_tokens=False)["input_ids"]]

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
+from hf_formats.chat import chat_text
 from verl.protocol_storage import as_json
 from verl.utils.dataset.rl_dataset import RESPONSE_LIMIT, RLHFDataset
 from verl.utils.reward_score.thoughts import PROMPT_END, prompt_end
@@ -100,7 +101,9 @@ class PromptItems(Dataset):
         if "input_ids" in row and "attention_mask" in row:
             return [int(token) for token in row["input_ids"][row["attention_mask"].bool()]]
         if "raw_prompt" in row:
-            template = {"add_generation_prompt": True, "tokenize": False, **self.template_kwargs}
-            text = self.tokenizer.apply_chat_template(list(row["raw_prompt"]), **template)
+            try:
+                text = chat_text(self.tokenizer, list(row["raw_prompt"]), **self.template_kwargs)
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from error
             return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         raise ValueError(f"{where} has no raw_prompt_ids, input_ids with attention_mask or raw_prompt: {sorted(row)}")

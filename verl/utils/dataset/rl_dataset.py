@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from hf_formats.chat import chat_text
 from verl.protocol_storage import as_rows
 from verl.utils.errors import TooLongError
 from verl.utils.parquet import read_rows
@@ -129,8 +130,12 @@ class RLHFDataset(Dataset):
         """The prompts as texts, through the chat template, and as token ids."""
         if not rows:
             return [], []
-        chat, kwargs = self.tokenizer.apply_chat_template, self.apply_chat_template_kwargs
-        texts = [str(chat(row[self.prompt_key], add_generation_prompt=True, tokenize=False, **kwargs)) for row in rows]
+        texts = []
+        for index, row in enumerate(rows):
+            try:
+                texts.append(chat_text(self.tokenizer, row[self.prompt_key], **self.apply_chat_template_kwargs))
+            except ValueError as error:
+                raise ValueError(f"row {index} of {self._named()}: {error}") from error
         return texts, self.tokenizer(texts, add_special_tokens=False)["input_ids"]
 
     def _cut(self, too_long: list[int]) -> None:

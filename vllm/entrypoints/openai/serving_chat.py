@@ -12,6 +12,7 @@ from fastapi import Request
 from fastapi.responses import Response
 from pydantic import BaseModel
 
+from hf_formats.chat import with_text_content
 from vllm.entrypoints.chat_utils import conversation_prompt
 from vllm.entrypoints.openai.cli_args import ServerArgs
 from vllm.entrypoints.openai.errors import ApiError
@@ -175,6 +176,4 @@ def _message(message: ChatMessage) -> dict[str, Any]:
     fields = message.model_dump(exclude_none=True)
     if fields.get("tool_calls") == []:
         del fields["tool_calls"]
-    if isinstance(message.content, list):
-        fields["content"] = "\n".join(part.text for part in message.content)
-    return fields
+    return with_text_content(fields)
