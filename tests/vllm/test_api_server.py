@@ -147,6 +147,29 @@ def test_a_chat_is_the_completion_of_its_rendered_messages(client: openai.OpenAI
     assert [chunk.choices[0].delta.role for chunk in chunks] == ["assistant"] + [None] * (len(chunks) - 1)
 
 
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_token_ids_come_where_they_are_asked_for(client: openai.OpenAI, is_chat: bool) -> None:
+    params: dict[str, Any] = {"model": MODEL, "max_tokens": 12, "temperature": 1, "seed": 1, "n": 2}
+    create: Any = client.chat.completions.create if is_chat else client.completions.create
+    params |= {"messages": [{"role": "user", "content": "hi"}]} if is_chat else {"prompt": "hi"}
+    asked = {"extra_body": {"return_token_ids": True, "skip_special_tokens": False}}
+    whole = create(**params, **asked)
+    [of_prompt] = {tuple((whole if is_chat else choice).prompt_token_ids) for choice in whole.choices}
+    assert len(of_prompt) == whole.usage.prompt_tokens
+    assert sum(len(choice.token_ids) for choice in whole.choices) == whole.usage.completion_tokens
+    again = client.completions.create(**params | {"prompt": list(of_prompt)}, **asked) if not is_chat else whole
+    assert [choice.token_ids for choice in again.choices] == [choice.token_ids for choice in whole.choices]
+    streamed, prompts = {0: [], 1: []}, []
+    for chunk in create(**params, **asked, stream=True):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.token_ids or []
+            prompts += [found for found in ((chunk if is_chat else choice).prompt_token_ids,) if found]
+    assert streamed == {choice.index: choice.token_ids for choice in whole.choices}
+    assert prompts == [list(of_prompt)] * (1 if is_chat else 2)
+    plain = create(**params)
+    assert [choice.token_ids for choice in plain.choices] == [None, None]
+
+
 def test_stop_strings_and_echo(client: openai.OpenAI) -> None:
     params = {"model": MODEL, "prompt": "abc", "temperature": 0, "max_tokens": 30}
     text = client.completions.create(**params).choices[0].text

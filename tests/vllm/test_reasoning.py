@@ -64,9 +64,10 @@ def added_up(stream: Any) -> tuple[str, str, str | None, Any]:
         for choice in chunk.choices:
             fields = choice.delta.model_dump(exclude_unset=True)
             num_roles += fields.pop("role", None) is not None
+            assert fields.pop("reasoning_content", None) == fields.get("reasoning")
             assert len(fields) == 1, fields
-            assert not (answer and "reasoning_content" in fields), "a thought after the answer"
-            thought += fields.get("reasoning_content", "")
+            assert not (answer and "reasoning" in fields), "a thought after the answer"
+            thought += fields.get("reasoning", "")
             answer += fields.get("content", "")
             reason = choice.finish_reason
     assert num_roles == 1
@@ -92,7 +93,7 @@ def test_thought_and_answer_come_apart(client: openai.OpenAI, key: str) -> None:
     thought, answer = ANSWERS[key]
     whole = ask(client, key, logprobs=True)
     message = whole.choices[0].message
-    assert (message.reasoning_content, message.content) == (thought, answer)
+    assert (message.reasoning, message.reasoning_content, message.content) == (thought, thought, answer)
     assert whole.usage.completion_tokens == len(TEXTS[key]) + 1 == len(whole.choices[0].logprobs.content)
     stream = ask(client, key, stream=True, stream_options={"include_usage": True})
     assert added_up(stream) == (thought, answer or "", "stop", whole.usage)

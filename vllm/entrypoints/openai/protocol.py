@@ -19,6 +19,7 @@ from pydantic import (
     SerializerFunctionWrapHandler,
     StrictStr,
     Tag,
+    computed_field,
     model_serializer,
     model_validator,
 )
@@ -107,6 +108,7 @@ class GenerationRequest(RequestBody):
     spaces_between_special_tokens: bool | None = None
     prompt_logprobs: Int64 | None = Field(None, ge=0)
     add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
     priority: Int64 = 0
 
     @model_validator(mode="after")
@@ -268,6 +270,7 @@ class Choice(BaseModel):
     index: int
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    token_ids: list[int] | None = None  # with `return_token_ids`
 
 
 class Answer(BaseModel):
@@ -286,6 +289,7 @@ class CompletionChoice(Choice):
     text: str
     logprobs: CompletionLogProbs | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None  # with `return_token_ids`; in a stream in a choice's first chunk
 
 
 class CompletionResponse(Answer):
@@ -309,20 +313,27 @@ class ChoiceLogprobs(BaseModel):
     content: list[PositionLogprobs]
 
 
-class AssistantMessage(BaseModel):
-    """What a model wrote; `reasoning_content` is its thought, with a reasoning parser."""
+class Written(BaseModel):
+    """What a model wrote, or a chunk of it: with a reasoning parser `reasoning` is its thought."""
 
-    role: Literal["assistant"] = "assistant"
-    reasoning_content: str | None = None
+    reasoning: str | None = None
     content: str | None = None
 
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def reasoning_content(self) -> str | None:
+        """The name that vLLM had before, and DeepSeek's API has."""
+        return self.reasoning
 
-class DeltaMessage(BaseModel):
+
+class AssistantMessage(Written):
+    role: Literal["assistant"] = "assistant"
+
+
+class DeltaMessage(Written):
     """What a chunk adds to a message; clients look at which keys there are."""
 
     role: Literal["assistant"] | None = None
-    reasoning_content: str | None = None
-    content: str | None = None
 
     @model_serializer(mode="wrap")
     def _present(self, dump: SerializerFunctionWrapHandler) -> dict[str, str]:
@@ -338,6 +349,7 @@ class ChatCompletionResponse(Answer):
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
     prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None  # with `return_token_ids`
 
 
 class ChatStreamChoice(Choice):
@@ -348,3 +360,4 @@ class ChatStreamChoice(Choice):
 class ChatCompletionStreamResponse(Answer):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[ChatStreamChoice]
+    prompt_token_ids: list[int] | None = None  # of the first chunk, with `return_token_ids`

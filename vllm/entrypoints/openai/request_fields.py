@@ -87,7 +87,6 @@ FIELDS: dict[str, BodyField] = {
     "truncate_prompt_tokens": BodyField("a prompt is taken whole: shorten it", ()),
     "mm_processor_kwargs": BodyField(_AUDIO),
     "return_tokens_as_token_ids": BodyField("log-probs name tokens by their text", (False,)),
-    "return_token_ids": BodyField("answers have text; /tokenize has the ids", (False,)),
     "include_reasoning": BodyField("with a reasoning parser the thought is always returned", (True,)),
     "kv_transfer_params": BodyField("prefill and decode run in the same engine", ({},)),
     "cache_salt": BodyField(_CACHE),

@@ -114,6 +114,7 @@ class _ChatAnswer(AnswerBuilder[ChatCompletionRequest]):
     parsers: Sequence[DeepSeekR1ReasoningParser]  # of each choice; none without a reasoning parser
     hidden: re.Pattern[str] | None  # what is left out of texts
     _started: set[int] = dataclasses.field(default_factory=set, init=False)
+    _has_shown_prompt: bool = dataclasses.field(default=False, init=False)
     _prompt_logprobs: PromptLogprobs | None = dataclasses.field(default=None, init=False)
 
     def choices(self, prompt: int, output: RequestOutput, sample: CompletionOutput) -> list[Choice]:
@@ -127,15 +128,15 @@ class _ChatAnswer(AnswerBuilder[ChatCompletionRequest]):
         if not self.body.stream:
             # As vLLM has it: an answer that never begins is null.
             content = (text or None) if self.parsers else text
-            message = AssistantMessage(content=content, reasoning_content=thought)
+            message = AssistantMessage(content=content, reasoning=thought)
             return [ChatChoice(index=sample.index, **last, message=message)]
         role: Any = None if sample.index in self._started else "assistant"
         self._started.add(sample.index)
         if thought and text:  # clients look for one of them in a chunk
-            first = ChatStreamChoice(index=sample.index, delta=DeltaMessage(role=role, reasoning_content=thought))
+            first = ChatStreamChoice(index=sample.index, delta=DeltaMessage(role=role, reasoning=thought))
             return [first, ChatStreamChoice(index=sample.index, **last, delta=DeltaMessage(content=text))]
         is_answer = thought is None or (not thought and self.parsers[sample.index].is_answering)
-        delta = DeltaMessage(role=role, **{"content" if is_answer else "reasoning_content": thought or text})
+        delta = DeltaMessage(role=role, **{"content" if is_answer else "reasoning": thought or text})
         return [ChatStreamChoice(index=sample.index, **last, delta=delta)]
 
     def _divided(self, sample: CompletionOutput) -> tuple[str | None, str]:
@@ -146,11 +147,12 @@ class _ChatAnswer(AnswerBuilder[ChatCompletionRequest]):
         return self.parsers[sample.index].extract(text, sample.finish_reason is not None)
 
     def message(self, choices: Sequence[Any], usage: UsageInfo | None) -> BaseModel:
+        shown = self.prompts[0] if self.body.return_token_ids and not self._has_shown_prompt else None
+        self._has_shown_prompt = True
+        common = self.head() | {"choices": list(choices), "usage": usage, "prompt_token_ids": shown}
         if self.body.stream:
-            return ChatCompletionStreamResponse(**self.head(), choices=list(choices), usage=usage)
-        whole = ChatCompletionResponse(**self.head(), choices=list(choices), usage=usage)
-        whole.prompt_logprobs = self._prompt_logprobs
-        return whole
+            return ChatCompletionStreamResponse(**common)
+        return ChatCompletionResponse(**common, prompt_logprobs=self._prompt_logprobs)
 
     def _logprobs(self, sample: CompletionOutput) -> ChoiceLogprobs | None:
         if sample.top_logprobs is None:
@@ -176,4 +178,6 @@ def _message(message: ChatMessage) -> dict[str, Any]:
     fields = message.model_dump(exclude_none=True)
     if fields.get("tool_calls") == []:
         del fields["tool_calls"]
+    if fields.get("reasoning") is not None:  # as this server names a thought; templates know its other name
+        fields.setdefault("reasoning_content", fields["reasoning"])
     return with_text_content(fields)

@@ -88,7 +88,8 @@ class _CompletionAnswer(AnswerBuilder[CompletionRequest]):
 
     def choices(self, prompt: int, output: RequestOutput, sample: CompletionOutput) -> list[Choice]:
         index = prompt * self.num_samples + sample.index
-        echo = "" if index in self._offsets else self.echoes[prompt]
+        is_first = index not in self._offsets
+        echo = self.echoes[prompt] if is_first else ""
         offset = self._offsets.setdefault(index, 0)
         logprobs = None
         if sample.top_logprobs is not None:
@@ -103,6 +104,7 @@ class _CompletionAnswer(AnswerBuilder[CompletionRequest]):
             finish_reason=sample.finish_reason,
             stop_reason=sample.stop_reason,
             prompt_logprobs=prompt_logprobs(self.body, output),
+            prompt_token_ids=self.prompts[prompt] if self.body.return_token_ids and is_first else None,
         )
         return [choice]
 

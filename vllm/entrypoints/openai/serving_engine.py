@@ -210,7 +210,10 @@ class AnswerBuilder(ABC, Generic[Body]):
                         if sample.finish_reason is not None:
                             metrics.finished[sample.finish_reason] += 1
                             self._finished[sample.finish_reason] += 1
-                        choices += self.choices(index_of[output.request_id], output, sample)
+                        found = self.choices(index_of[output.request_id], output, sample)
+                        if self.body.return_token_ids:
+                            found[-1].token_ids = list(sample.token_ids)
+                        choices += found
                 yield choices
         except (RuntimeError, ValueError) as error:
             raise to_api_error(error) from error
