@@ -64,7 +64,9 @@ find_python() {
             die "PYTHON=$PYTHON is not a Python $PYTHON_RANGE that runs: name another, or unset PYTHON"
         fi
     done
-    die "no Python $PYTHON_RANGE found: install one (Debian: apt-get install python3 python3-venv) or set PYTHON=/path/to/python3"
+    local seen
+    seen="$(python3 -c 'import platform; print(platform.python_version())' 2>/dev/null || true)"
+    die "no Python $PYTHON_RANGE found${seen:+ (python3 is $seen)}: install one (Debian 12, Ubuntu 24.04: apt-get install python3 python3-venv; elsewhere: conda create -n py python=3.11, or uv python install 3.11) or set PYTHON=/path/to/python3"
 }
 
 has_npu() {
