@@ -281,6 +281,18 @@ def test_two_names_with_two_values_are_a_problem() -> None:
         _config("reward.num_workers=4", "reward_model.num_workers=3")
 
 
+def test_arguments_of_vllms_engine_are_those_of_the_rollout() -> None:
+    vllm = f"{ROLLOUT}.engine_kwargs.vllm"
+    given = {"max_num_seqs": 8, "enforce_eager": False, "seed": 3, "quantization": "fp8", "block_size": 32}
+    rollout = _config(*(f"{vllm}.{name}={value}" for name, value in given.items())).actor_rollout_ref.rollout
+    assert {name: getattr(rollout, name) for name in given} == given
+    with pytest.raises(ConfigError, match="max_num_seqs is 8 and .*max_num_seqs is 9, which mean the same"):
+        _config(f"{vllm}.max_num_seqs=8", f"{ROLLOUT}.max_num_seqs=9")
+    sizes = _config(f"{vllm}.compilation_config.cudagraph_capture_sizes=[1,2]", f"{vllm}.compilation_config.mode=3")
+    assert sizes.actor_rollout_ref.rollout.cudagraph_capture_sizes == [1, 2]
+    assert set(_taken(f"{vllm}.enable_eplb=True", f"{vllm}.swap_space=8")) >= {f"{vllm}.enable_eplb"}
+
+
 def test_experts_and_depths_and_stages() -> None:
     experts = _config(f"{ROLLOUT}.expert_parallel_size=16", f"{ROLLOUT}.tensor_model_parallel_size=4")
     assert experts.actor_rollout_ref.rollout.data_parallel_size == 4

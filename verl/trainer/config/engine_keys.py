@@ -17,6 +17,22 @@ _MODEL, _ROLLOUT, _ACTOR = (f"actor_rollout_ref.{name}" for name in ("model", "r
 _ENGINE, _OPTIM = f"{_ACTOR}.megatron", f"{_ACTOR}.optim"
 _OVERRIDE = f"{_ENGINE}.override_transformer_config"
 _ROLE = r"actor_rollout_ref\.(?:actor|ref)\."
+# Arguments of vLLM's engine that the rollout has by the same name.
+_ENGINE_ARGUMENTS = (
+    "block_size",
+    "cudagraph_capture_sizes",
+    "dtype",
+    "enable_chunked_prefill",
+    "enable_expert_parallel",
+    "enable_prefix_caching",
+    "enforce_eager",
+    "gpu_memory_utilization",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "num_gpu_blocks_override",
+    "quantization",
+    "seed",
+)
 # Sections and keys by their beginning -> where they are here; the first that matches counts.
 _RENAMED = tuple(
     (re.compile(pattern), new)
@@ -27,6 +43,7 @@ _RENAMED = tuple(
         (rf"({_ROLE})mindspeed\.", r"\1megatron."),
         (rf"({_ROLE}optim\.)({'|'.join(OPTIMIZER_OVERRIDES)})$", r"\1override_optimizer_config.\2"),
         (rf"({_ROLE}optim\.override_optimizer_config\.)offload_fraction$", r"\1optimizer_offload_fraction"),
+        (rf"({_ROLLOUT})\.engine_kwargs\.vllm\.({'|'.join(_ENGINE_ARGUMENTS)})$", r"\1.\2"),
         (r"rollout\.n$", "actor_rollout_ref.rollout.n"),
         (r"actor_rollout_ref\.model\.custom_(chat_template)$", r"data.apply_chat_template_kwargs.\1"),
         (rf"({_ROLE})(?:mindspeed|veomni)\.router_replay\.", r"\1router_replay."),

@@ -37,6 +37,7 @@ _SPECULATION, _PLANNED = (
     "the order of steps is trainer.schedule's",
 )
 _SAVED = "trainer.save_rollouts writes batches, and trainer.train_only trains on them"
+_OWN_ENGINE = "this repository's engine takes its place"
 _GRAPHS = ("FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "FULL", "PIECEWISE")
 
 
@@ -136,9 +137,12 @@ _TABLE: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     (_ROLLOUT, "multi_turn.function_tool_path multi_turn.interaction_config_path", (None,), _NO_FUNCTIONS),
     (_ROLLOUT, "multi_turn.use_inference_chat_template multi_turn.tokenization*", _ANY, _EXACT_TOKENS),
     (_ROLLOUT, "multi_turn.num_repeat_rollouts", (None,), "actor_rollout_ref.rollout.n decides"),
-    (_ROLLOUT, "engine_kwargs.sglang.* engine_kwargs.trtllm.*", _ANY, "this repository's engine takes its place"),
+    (_ROLLOUT, "engine_kwargs.sglang.* engine_kwargs.trtllm.*", _ANY, _OWN_ENGINE),
     (_VLLM, "kv_cache_dtype", ("auto", "bfloat16"), "the cache has the weights' dtype"),
     (_VLLM, "compilation_config.cudagraph_mode", _GRAPHS, "decode is captured whole, without rollout.enforce_eager"),
+    (_VLLM, "compilation_config.* optimization_level swap_space all2all_backend moe_backend", _ANY, _OWN_ENGINE),
+    (_VLLM, "enable_eplb eplb_config.* attention_config.* structured_outputs_config.*", _ANY, _OWN_ENGINE),
+    (_VLLM, "disable_custom_all_reduce disable_cascade_attn disable_log_stats use_tqdm_on_load", _ANY, _OWN_ENGINE),
     (_ROLLOUT, "limit_images engine_kwargs.vllm.mm_* engine_kwargs.vllm.limit_mm_per_prompt", _ANY, _TEXTS),
     (_VLLM, "async_scheduling additional_config.*", _ANY, "the engine has one schedule"),
     (_ROLLOUT, "repetition_penalty", (1.0,), "training samples from the model's own distribution"),
