@@ -36,6 +36,12 @@ def test_what_is_given_is_kept_and_the_rest_fits(tmp_path: Path) -> None:
     assert SHARE in (tmp_path / "choice.json").read_text(encoding="utf-8")
 
 
+def test_drafts_of_which_nothing_is_known_stop_no_choice() -> None:
+    method = "actor_rollout_ref.rollout.speculative_config.method=suffix"
+    choice = chosen(H100, method, "actor_rollout_ref.rollout.speculative_config.num_speculative_tokens=2")
+    assert choice.overrides and choice.reasons[0].startswith("how many drafts of suffix are right depends")
+
+
 def test_a_device_that_is_too_small_is_refused_with_reasons() -> None:
     choice = chosen(replace(H100, memory_gib=2.1), f"{SHARE}=0.9")
     assert choice.overrides == () and "fits" in choice.reasons[-1]

@@ -152,7 +152,6 @@ def test_an_engine_leaves_out_the_graphs_of_drafts_where_one_is_too_large() -> N
 def test_what_cannot_be_priced_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     tiny = ("r1_zero_tiny", "--brief")
     for arguments, words in (
-        ([drafts("suffix", 2)], "give --acceptance"),
         ([drafts(MTP, 2), "--model", "qwen3_8b"], "has no prediction layer"),
         (["--acceptance", "0.5"], "there are no drafts"),
     ):
@@ -167,6 +166,14 @@ def test_a_plan_prints_what_is_expected_of_drafts(tmp_path: Path, capsys: pytest
     words = "speculation: ngram, 2 drafts, 1.96 tokens a step expected (0.6 right)"
     assert words in capsys.readouterr().out
     assert all(words in file.read_text(encoding="utf-8") for file in files)
+    assert main(["r1_zero_tiny", drafts("suffix", 2)]) == FITS
+    assert "speculation: suffix, 2 drafts; how many drafts of suffix are right depends" in capsys.readouterr().out
+
+
+def test_drafts_of_which_nothing_is_known_take_no_time() -> None:
+    run, plain = a3_run(drafts("ngram", 2)), a3_run()
+    seconds = [predict(shape_of(one), one.device, load_constants()).total_s for one in (run, plain)]
+    assert seconds[0] == pytest.approx(seconds[1], rel=1e-3)
 
 
 # ---- memory

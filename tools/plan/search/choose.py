@@ -15,6 +15,7 @@ from tools.plan.search.show import batch, describe, recomputed
 from tools.plan.search.verify import verified
 from tools.plan.setup import PlannedRun
 from tools.plan.timing.constants import Constants
+from tools.plan.timing.drafts import acceptance_note
 from tools.plan.timing.run_shape import Lengths, RolloutShape, RunShape
 from tools.plan.training import StepSize
 
@@ -88,7 +89,9 @@ def choose(run: PlannedRun, lengths: Lengths, size: StepSize, constants: Constan
     forms.sort(key=lambda form: 0.0 if form.seconds <= fast else form.seconds)
     most = max(form.found.num_fitting for form in forms)
     divide = f"{forms[0].found.num_training:,} training layout(s) divide"
-    reasons = [f"{divide}, up to {most:,} of them fit by the bound with {KEPT_FREE:.0%} of a device kept free"]
+    note = acceptance_note(run.config.actor_rollout_ref.rollout.draft_method, lengths.acceptance)
+    reasons = [note] if note else []
+    reasons += [f"{divide}, up to {most:,} of them fit by the bound with {KEPT_FREE:.0%} of a device kept free"]
     for form in forms:
         for found in verified(form.run, form.found.best, size, 1, kept=given):
             if found.problems or found.plan is None:

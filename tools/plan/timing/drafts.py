@@ -17,8 +17,20 @@ MTP_ACCEPTANCE = (0.85, 0.7, 0.55)
 
 
 def default_acceptance(method: str) -> tuple[float, ...]:
-    """a_1, a_2, ... of a method; empty where there is no general figure, or no method."""
-    return MTP_ACCEPTANCE if method == MTP else ()
+    """a_1, a_2, ... of a method; without a general figure none are right, so that none pay. Empty for no method."""
+    if not method:
+        return ()
+    return MTP_ACCEPTANCE if method == MTP else (0.0,)
+
+
+def acceptance_note(method: str, given: Sequence[float]) -> str:
+    """What a plan says of drafts of whose acceptance nothing is ``given``, nor known in general; empty for others."""
+    if not method or method == MTP or given:
+        return ""
+    return (
+        f"how many drafts of {method} are right depends on the texts, so times are those without any; --acceptance "
+        "gives the shares of right ones by position, as 0.5,0.4 (a run reports perf/acceptance_rate)"
+    )
 
 
 def parse_acceptance(text: str) -> tuple[float, ...]:
@@ -29,15 +41,10 @@ def parse_acceptance(text: str) -> tuple[float, ...]:
     return rates
 
 
-def draft_problems(hf: HFModelConfig, method: str, acceptance: Sequence[float]) -> list[str]:
+def draft_problems(hf: HFModelConfig, method: str) -> list[str]:
     """Why drafts of ``method`` cannot be priced."""
     if method == MTP and not hf.num_nextn_predict_layers:
         return ["rollout.speculative_config.method=mtp: the model has no prediction layer (num_nextn_predict_layers)"]
-    if method and not acceptance:
-        return [
-            f"rollout.speculative_config.method={method}: how many of its drafts are right depends on the texts; give "
-            "--acceptance with the share of right ones by position, as 0.5,0.4 (a run reports perf/acceptance_rate)"
-        ]
     return []
 
 

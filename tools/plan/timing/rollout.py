@@ -16,7 +16,7 @@ from math import ceil, log2
 from tools.plan.devices import DeviceProfile
 from tools.plan.model_work import ModelWork, busiest_rank, draft_layer_work, model_work
 from tools.plan.timing.constants import Rates
-from tools.plan.timing.drafts import progress_variance, tokens_per_step
+from tools.plan.timing.drafts import acceptance_note, progress_variance, tokens_per_step
 from tools.plan.timing.lengths import scattered
 from tools.plan.timing.links import Links, consecutive_group
 from tools.plan.timing.run_shape import DECODE_FEATURES, RunShape
@@ -46,15 +46,21 @@ def speculation_text(shape: RunShape, device: DeviceProfile, rates: Rates) -> st
     rollout, times = shape.rollout, RolloutTimes(shape, device, rates)
     if not rollout.num_drafts:
         return ""
+    if note := acceptance_note(rollout.draft_method, shape.lengths.acceptance):
+        return f"speculation: {rollout.draft_method}, {_drafts(rollout.num_drafts)}; {note}"
     most = max(1, int(min(rollout.max_num_seqs, shape.generated_sequences / rollout.replicas)))
     loads = [*(2**power for power in range(most.bit_length()) if 2**power < most), most]
     pay = ", ".join(f"{load}: {times.best_drafts(load, times.mean_context)}" for load in loads)
     tokens = tokens_per_step(shape.acceptance, rollout.num_drafts)
     right = ", ".join(f"{rate:g}" for rate in shape.acceptance[: rollout.num_drafts])
     return (
-        f"speculation: {rollout.draft_method}, {rollout.num_drafts} draft{'s' if rollout.num_drafts > 1 else ''}, "
+        f"speculation: {rollout.draft_method}, {_drafts(rollout.num_drafts)}, "
         f"{tokens:.2f} tokens a step expected ({right} right); drafts that pay by running sequences: {pay}"
     )
+
+
+def _drafts(num_drafts: int) -> str:
+    return f"{num_drafts} draft{'s' if num_drafts > 1 else ''}"
 
 
 @dataclass

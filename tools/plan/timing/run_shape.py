@@ -220,7 +220,7 @@ class RunShape:
         ):
             if value not in allowed:
                 found.append(f"{what} is {value!r}; expected one of {', '.join(allowed)}")
-        return found + draft_problems(model, rollout.draft_method, self.acceptance)
+        return found + draft_problems(model, rollout.draft_method)
 
     @staticmethod
     def of(config: PPOTrainerConfig, hf: HFModelConfig, lengths: Lengths | None = None, name: str = "run") -> RunShape:
