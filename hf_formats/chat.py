@@ -16,6 +16,11 @@ def chat_text(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **template_
     try:
         text = tokenizer.apply_chat_template(texts, **{"add_generation_prompt": True} | template_kwargs, tokenize=False)
     except Exception as error:  # whatever a template raises about messages that it refuses
+        if getattr(tokenizer, "chat_template", "") is None and "chat_template" not in template_kwargs:
+            raise ValueError(
+                "the tokenizer has no chat template, as those of many base models: put one into the model's folder as "
+                "chat_template.jinja, or give it (data.apply_chat_template_kwargs.chat_template of a run)"
+            ) from error
         raise ValueError(f"the chat template does not take these messages: {error}") from error
     return str(text)
 

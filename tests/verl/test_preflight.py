@@ -89,6 +89,26 @@ def test_a_tokenizer_that_cannot_be_loaded_is_named(keys: dict[str, Any], capsys
     assert f"the tokenizer in {model} cannot be loaded" in problem
 
 
+def test_prompts_that_the_chat_template_does_not_take_are_named_by_their_row(keys: dict[str, Any]) -> None:
+    parts = [[{"type": "text", "text": "q"}], [{"type": "image", "text": None}]]
+    rows = [
+        {"data_source": "s", "prompt": [{"role": "user", "content": part}], "reward_model": {"ground_truth": "1"}}
+        for part in parts
+    ]
+    file = Path(keys["data.train_files"]).with_name("parts.parquet")
+    pq.write_table(pa.Table.from_pylist(rows), file)
+    [problem] = preflight_problems(_config(keys | {"data.train_files": str(file)}))
+    assert problem.startswith(f"data.train_files: row 1 of {file}: the content of a message has a part of type 'image'")
+    settings = Path(keys["actor_rollout_ref.model.path"]) / "tokenizer_config.json"
+    content = json.loads(settings.read_text(encoding="utf-8"))
+    del content["chat_template"]
+    settings.write_text(json.dumps(content), encoding="utf-8")
+    problems = preflight_problems(_config(keys))
+    assert len(problems) == 2 and all("row 0 of" in one and "has no chat template" in one for one in problems)
+    template = "data.apply_chat_template_kwargs.chat_template"
+    assert preflight_problems(_config(keys | {f"+{template}": quoted("{{ messages[0].content }}")})) == []
+
+
 def test_a_truncated_and_a_missing_shard_are_named(keys: dict[str, Any]) -> None:
     model = Path(keys["actor_rollout_ref.model.path"])
     first, second = sorted(model.glob("*.safetensors"))

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from hf_formats.chat import chat_text
 from hf_formats.config import load_hf_config
 from mindspeed_llm.hf_checkpoint import open_hf
 from mindspeed_llm.load_weights import open_shards
@@ -23,7 +24,7 @@ from verl.trainer.ppo.observers import steps_of
 from verl.trainer.ppo.reward import manager_arguments, reward_manager_class
 from verl.trainer.ppo.saved_rollouts import FILES
 from verl.utils.dataset.creation import dataset_class, sampler_class
-from verl.utils.parquet import data_sources, schema_problems
+from verl.utils.parquet import data_sources, first_prompts, schema_problems
 from verl.utils.reward_score import code_answers
 from verl.utils.reward_score.default import DEFAULT_SOURCES, has_default, runs_programs
 from verl.utils.reward_score.functions import DEFAULT_FUNCTION, RewardFunctionSpec, function_of, load_reward_function
@@ -35,6 +36,8 @@ from verl.workers.reward_manager import MANAGERS
 from verl.workers.reward_manager.sample_wise import grades_samples
 from verl.workers.rollout.environment_host import host_settings
 from vllm.transformers_utils.config import load_config as load_rollout_config
+
+_ROWS_RENDERED = 100  # of each file
 
 
 def preflight_problems(config: PPOTrainerConfig, is_valid: bool = True) -> list[str]:
@@ -73,7 +76,7 @@ def _weight_problems(config: PPOTrainerConfig, is_valid: bool) -> Iterator[str]:
     if not (path / "tokenizer_config.json").is_file():
         yield f"actor_rollout_ref.model.path: {path} has no tokenizer_config.json; copy the tokenizer there"
     else:
-        yield from _tokenizer_problems(path)
+        yield from _tokenizer_problems(path, config)
     engine = models.actor.megatron
     key = "model.path"
     try:
@@ -98,11 +101,30 @@ def _weight_problems(config: PPOTrainerConfig, is_valid: bool) -> Iterator[str]:
         yield f"actor_rollout_ref.{key}: {error}"
 
 
-def _tokenizer_problems(path: Path) -> Iterator[str]:
+def _tokenizer_problems(path: Path, config: PPOTrainerConfig) -> Iterator[str]:
+    """A tokenizer that cannot be read, or whose chat template refuses what stands first in a file of prompts."""
     try:
-        hf_tokenizer(str(path), correct_pad_token=False)
+        tokenizer = hf_tokenizer(str(path), correct_pad_token=False)
     except ValueError as error:
         yield f"actor_rollout_ref.model.path: {error}"
+        return
+    key, kwargs = config.data.prompt_key, config.data.apply_chat_template_kwargs or {}
+    for name, file in _files_of_prompts(config):
+        if schema_problems(file, key):
+            continue  # reported as problems of the data
+        for index, chat in enumerate(first_prompts(file, key, _ROWS_RENDERED)):
+            try:
+                chat_text(tokenizer, chat, **kwargs)
+            except ValueError as error:
+                yield f"data.{name}: row {index} of {file}: {error}"
+                break
+
+
+def _files_of_prompts(config: PPOTrainerConfig) -> Iterator[tuple[str, str]]:
+    """(key, file) of those in the form of the repository's own data set; a class of a user knows the form of its."""
+    if config.data.custom_cls.path is None:
+        for key, files in (("train_files", config.data.train_files), ("val_files", config.data.val_files)):
+            yield from ((key, file) for file in file_list(files))
 
 
 def _rollout_model_problems(path: Path) -> Iterator[str]:
@@ -138,12 +160,9 @@ def _environment_problems(config: PPOTrainerConfig) -> Iterator[str]:
 def _data_problems(config: PPOTrainerConfig) -> Iterator[str]:
     """Files in another form than that of the data set."""
     if config.data.custom_cls.path is not None:
-        yield from _absent_files(config)  # a class of a user knows the form of its files
-        return
-    for key, files in (("train_files", config.data.train_files), ("val_files", config.data.val_files)):
-        for file in file_list(files):
-            for problem in schema_problems(file, config.data.prompt_key):
-                yield f"data.{key}: {problem}"
+        yield from _absent_files(config)
+    for key, file in _files_of_prompts(config):
+        yield from (f"data.{key}: {problem}" for problem in schema_problems(file, config.data.prompt_key))
 
 
 def _absent_files(config: PPOTrainerConfig) -> Iterator[str]:

@@ -53,6 +53,13 @@ def read_rows(paths: Sequence[str], prompt_key: str) -> list[dict[str, Any]]:
     return rows
 
 
+def first_prompts(path: str, prompt_key: str, count: int) -> list[list[dict[str, Any]]]:
+    """The chats of at most ``count`` rows at the beginning of a file whose schema is right."""
+    with pq.ParquetFile(Path(path).expanduser()) as file:
+        rows = next(file.iter_batches(count, columns=[prompt_key])).to_pylist()
+    return [[chat_message(message) for message in row[prompt_key] or []] for row in rows]
+
+
 def chat_message(message: dict[str, Any]) -> dict[str, Any]:
     """A message without the nulls that Arrow adds, which has every key of a column in each of its messages.
 
