@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+NO_TEMPLATE = (
+    "the tokenizer has no chat template, as those of many base models: put one into the model's folder as "
+    "chat_template.jinja, or give it (data.apply_chat_template_kwargs.chat_template of a run)"
+)
+
 
 def chat_text(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any) -> str:
     """What ``tokenizer.apply_chat_template`` makes of messages with role and content, for the assistant to answer.
@@ -17,10 +22,7 @@ def chat_text(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **template_
         text = tokenizer.apply_chat_template(texts, **{"add_generation_prompt": True} | template_kwargs, tokenize=False)
     except Exception as error:  # whatever a template raises about messages that it refuses
         if getattr(tokenizer, "chat_template", "") is None and "chat_template" not in template_kwargs:
-            raise ValueError(
-                "the tokenizer has no chat template, as those of many base models: put one into the model's folder as "
-                "chat_template.jinja, or give it (data.apply_chat_template_kwargs.chat_template of a run)"
-            ) from error
+            raise ValueError(NO_TEMPLATE) from error
         raise ValueError(f"the chat template does not take these messages: {error}") from error
     return str(text)
 

@@ -18,6 +18,7 @@ from recipes.gsm8k.word_problems import GENERATED, problem_sides
 GSM8K = 4  # its degree
 DEGREES = (*GENERATED, GSM8K)
 LEAST_FITTING = 0.9  # fraction of the training problems whose prompts must fit, examples included
+_PLAIN = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 
 Rows = list[dict[str, Any]]
 
@@ -130,7 +131,9 @@ def _check_fit(rows: Rows, num_shots: int, tokenizer_path: str, max_prompt_lengt
     from hf_formats.tokenizer import load_tokenizer  # it imports transformers
 
     tokenizer = load_tokenizer(tokenizer_path)
-    texts = [chat_text(tokenizer, row["prompt"]) for row in rows]
+    # Without a template of its own the run may bring one, or refuses the model: here the texts alone count.
+    template = {} if tokenizer.chat_template else {"chat_template": _PLAIN}
+    texts = [chat_text(tokenizer, row["prompt"], **template) for row in rows]
     lengths = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
     num_fitting = sum(length <= max_prompt_length for length in lengths)
     if num_fitting < LEAST_FITTING * len(lengths):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hf_formats.chat import chat_text
+from hf_formats.chat import NO_TEMPLATE, chat_text
 from hf_formats.config import load_hf_config
 from mindspeed_llm.hf_checkpoint import open_hf
 from mindspeed_llm.load_weights import open_shards
@@ -108,8 +108,11 @@ def _tokenizer_problems(path: Path, config: PPOTrainerConfig) -> Iterator[str]:
     except ValueError as error:
         yield f"actor_rollout_ref.model.path: {error}"
         return
-    key, kwargs = config.data.prompt_key, config.data.apply_chat_template_kwargs or {}
-    for name, file in _files_of_prompts(config):
+    key, kwargs, files = config.data.prompt_key, config.data.apply_chat_template_kwargs, [*_files_of_prompts(config)]
+    if files and tokenizer.chat_template is None and "chat_template" not in kwargs:
+        yield f"actor_rollout_ref.model.path: {NO_TEMPLATE}"
+        return
+    for name, file in files:
         if schema_problems(file, key):
             continue  # reported as problems of the data
         for index, chat in enumerate(first_prompts(file, key, _ROWS_RENDERED)):
