@@ -17,6 +17,7 @@ from verl.trainer.ppo.filter_groups import SampleGroup, groups_of, too_few_group
 from verl.trainer.ppo.schedules.end_order import EndOrder
 from verl.trainer.ppo.schedules.sample_buffer import Ledger, SampleBuffer
 from verl.workers.reward_manager import GradedSample, Scores
+from verl.workers.rollout.rollout_messages import PROMPT, SAMPLE
 
 
 class Pending(Protocol):
@@ -170,6 +171,9 @@ class GroupBuffer(SampleBuffer):
     def add(self, replica: int, rows: DataProto) -> None:
         """Begins to grade the groups whose last sample is among ``rows``."""
         super().add(replica, rows)
+        if self._order is not None:
+            columns = (rows.non_tensor_batch.get(name, ()) for name in (PROMPT, SAMPLE))
+            self._order.end((int(number), int(sample)) for number, sample in zip(*columns, strict=True))
         for number in self.numbers_in(rows):
             prompt = self.prompts[number]
             if not prompt.num_unfinished:
@@ -209,8 +213,8 @@ class GroupBuffer(SampleBuffer):
         if self._order is None:
             yield from list(self._graded)
             return
-        for step, number in self._order.undecided():
-            if number not in self._graded or self.is_next_step_ready or self.lacks_prompts:
+        for step, number, is_final in self._order.undecided():
+            if not is_final or number not in self._graded or self.is_next_step_ready or self.lacks_prompts:
                 return
             self._order.decide(step, number)
             yield number
