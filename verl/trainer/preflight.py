@@ -124,10 +124,15 @@ def _tokenizer_problems(path: Path, config: PPOTrainerConfig) -> Iterator[str]:
 
 
 def _files_of_prompts(config: PPOTrainerConfig) -> Iterator[tuple[str, str]]:
-    """(key, file) of those in the form of the repository's own data set; a class of a user knows the form of its."""
+    """The files in the form of the repository's own data set; a class of a user knows the form of its."""
     if config.data.custom_cls.path is None:
-        for key, files in (("train_files", config.data.train_files), ("val_files", config.data.val_files)):
-            yield from ((key, file) for file in file_list(files))
+        yield from _files(config)
+
+
+def _files(config: PPOTrainerConfig) -> Iterator[tuple[str, str]]:
+    """(key, file) of all data."""
+    for key, files in (("train_files", config.data.train_files), ("val_files", config.data.val_files)):
+        yield from ((key, file) for file in file_list(files))
 
 
 def _rollout_model_problems(path: Path) -> Iterator[str]:
@@ -163,14 +168,9 @@ def _environment_problems(config: PPOTrainerConfig) -> Iterator[str]:
 def _data_problems(config: PPOTrainerConfig) -> Iterator[str]:
     """Files in another form than that of the data set."""
     if config.data.custom_cls.path is not None:
-        yield from _absent_files(config)
+        yield from (f"data.{key}: {file} does not exist" for key, file in _files(config) if not Path(file).exists())
     for key, file in _files_of_prompts(config):
         yield from (f"data.{key}: {problem}" for problem in schema_problems(file, config.data.prompt_key))
-
-
-def _absent_files(config: PPOTrainerConfig) -> Iterator[str]:
-    for key, files in (("train_files", config.data.train_files), ("val_files", config.data.val_files)):
-        yield from (f"data.{key}: {file} does not exist" for file in file_list(files) if not Path(file).exists())
 
 
 def _record_problems(config: PPOTrainerConfig) -> Iterator[str]:
@@ -298,7 +298,7 @@ def _function_problems(where: str, spec: RewardFunctionSpec, must_be_batched: bo
 
 def _source_problems(config: PPOTrainerConfig) -> Iterator[str]:
     """Yield the mismatches of data and config: rows without a function, functions without a row."""
-    files = [*file_list(config.data.train_files), *file_list(config.data.val_files)]
+    files = [file for _, file in _files(config)]
     if config.data.custom_cls.path is not None:
         return  # its rows are not known yet
     if any(schema_problems(file, config.data.prompt_key) for file in files):
