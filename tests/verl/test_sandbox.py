@@ -87,7 +87,9 @@ def test_limits_end_a_program_and_name_themselves() -> None:
     threads = "import threading, time\nfor _ in range(9): threading.Thread(target=time.sleep, args=(9,)).start()"
     assert run_program(threads, limits=SandboxLimits(wall_s=5.0, threads=8)).status == "threads"
     burnt = run_program("while True: pass", limits=SandboxLimits(wall_s=20.0, cpu_s=1))
-    assert burnt.exit_code in (-signal.SIGXCPU, -signal.SIGKILL) and burnt.seconds < 10
+    assert burnt.status == "timeout" and burnt.exit_code == -signal.SIGXCPU and burnt.seconds < 10
+    deaf = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
+    assert run_program(deaf, limits=SandboxLimits(wall_s=20.0, cpu_s=1)).exit_code == -signal.SIGKILL
 
 
 @pytest.mark.timeout(30)

@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import selectors
+import signal
 import site
 import subprocess
 import sys
@@ -54,7 +55,7 @@ class SandboxLimits:
 
     Attributes:
         wall_s, cpu_s: seconds until it is killed; ``cpu_s`` in whole seconds, over all its threads and the
-            interpreter's start.
+            interpreter's start; a program that ignores the signal has one second more.
         memory_bytes: address space, the interpreter's own 30 MB and every thread's stack among it.
         output_bytes: of standard output, and of standard error.
         threads: of the one process that it is; more, and it is killed.
@@ -75,7 +76,7 @@ class ProgramResult:
 
     Attributes:
         status: ``ok`` (ended with exit code 0, and its assertions held if it had any), ``failed``, or the limit that it
-            met: ``timeout``, ``output``, ``threads``.
+            met: ``timeout`` (of either clock), ``output``, ``threads``.
         stdout, stderr: what it wrote, up to the limits; bytes that are no UTF-8 replaced.
         exit_code: minus the signal when one ended it.
         seconds: wall clock, from its beginning.
@@ -243,7 +244,9 @@ def _run(program: str, stdin: str, tests: str | None, limits: SandboxLimits) -> 
     reported, stdout, stderr = (bytes(received[pipe]) for pipe in outputs)
     first, _, rest = reported.partition(b"\n")
     layers = tuple(json.loads(first)["layers"]) if first.startswith(b'{"layers"') else ()
-    if status == "ok" and (process.returncode != 0 or (tests is not None and rest != word.encode())):
+    if process.returncode == -signal.SIGXCPU:
+        status = "timeout"
+    elif status == "ok" and (process.returncode != 0 or (tests is not None and rest != word.encode())):
         status = "failed"
     result = ProgramResult(
         status,

@@ -45,8 +45,8 @@ def lock(settings: dict[str, Any]) -> list[str]:
     for name, limit in settings["limits"].items():
         number = getattr(resource, name)
         hard = resource.getrlimit(number)[1]
-        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        resource.setrlimit(number, (limit, limit))
+        hard = limit + (name == "RLIMIT_CPU") if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(number, (min(limit, hard), hard))  # at a soft limit of CPU a signal of its own: SIGXCPU
     layers = ["limits"]
     uid, gid = os.getuid(), os.getgid()
     has_namespaces = privileges.leave_namespaces()
