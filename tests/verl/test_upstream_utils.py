@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from verl.utils import fs
+from verl.utils import fs, hdfs_io
 from verl.utils import torch_functional as verl_F
 
 
@@ -38,3 +40,14 @@ def test_local_files_are_used_where_they_are() -> None:
     assert fs.copy_to_local("/data/train.parquet", "/cache", use_shm=True) == "/data/train.parquet"
     with pytest.raises(ValueError, match="fetch it first"):
         fs.copy_to_local("hdfs://host/train.parquet")
+
+
+def test_data_preparation_makes_folders_and_copies_into_them(tmp_path: Path) -> None:
+    """The two calls at the end of upstream's scripts that write parquet files."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.parquet").write_text("rows")
+    hdfs_io.makedirs(str(tmp_path / "shared" / "gsm8k"))
+    hdfs_io.copy(src=str(tmp_path / "data"), dst=str(tmp_path / "shared" / "gsm8k"))
+    assert hdfs_io.exists(str(tmp_path / "shared" / "gsm8k" / "train.parquet"))
+    with pytest.raises(ValueError, match="HDFS is not reached"):
+        hdfs_io.copy(str(tmp_path / "data"), "hdfs://host/gsm8k")
