@@ -36,6 +36,25 @@ class Again:
         return "And?", letters % 3 / 10, self.left == 0, {"letters": letters}
 '''
 
+THRICE = '''
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
+
+
+class Thrice(AgentLoopBase):
+    """Goes on, tries a turn once more, or forgets most of what it had, as the row's number says."""
+
+    async def run(self, sampling_params, **kwargs):
+        prompt = await self.apply_chat_template(kwargs["raw_prompt"])
+        more = await self.apply_chat_template([{"role": "user", "content": "And?"}], remove_system_prompt=True)
+        then = prompt
+        for _ in range(3):
+            given = then
+            turn = await self.server_manager.generate("", prompt_ids=given, sampling_params=sampling_params)
+            nexts = [given + turn.token_ids + more, prompt, prompt + turn.token_ids[:1] + more]
+            then = nexts[kwargs["index"] % 3]
+        ones = [1] * len(turn.token_ids)
+        return AgentLoopOutput(given, turn.token_ids, ones, reward_score=len(ones) % 3, metrics={"given": len(given)})
+'''
 BESIDE = ("actor_rollout_ref.hybrid_engine=False", "rollout.nnodes=1", "rollout.n_gpus_per_node=1")
 
 pytestmark = pytest.mark.timeout(900)
@@ -83,6 +102,23 @@ def test_two_steps_of_several_turns(local_ray: None, converted: Prepared, tmp_pa
     assert any(row.get("perf/acceptance_length", 1.0) > 1 for row in rows) == (schedule == "fully_async")
     lines = [json.loads(line) for line in (tmp_path / "reward_ledger" / "step_1.jsonl").read_text().splitlines()]
     assert any("And?" in line["response"] for line in lines)
+
+
+def test_an_agent_loop_whose_contexts_go_on_and_begin_anew(
+    local_ray: None, converted: Prepared, tmp_path: Path
+) -> None:
+    """Training's log-probs of all that the loop's model wrote are the engine's, in whatever contexts."""
+    (tmp_path / "thrice.py").write_text(THRICE)
+    (tmp_path / "agent.yaml").write_text(f"- {{name: thrice, _target_: Thrice, path: {tmp_path}/thrice.py}}")
+    agent = "actor_rollout_ref.rollout.agent"
+    loop = (f"{agent}.agent_loop_config_path={tmp_path}/agent.yaml", f"{agent}.default_agent_loop=thrice")
+    config = in_process_config(converted, tmp_path, 1, 1, f"{TURNS}.enable=true", *loop, "data.max_response_length=48")
+    assert preflight_problems(config) == []
+    fit(config)
+    [row] = [row for row in read_metrics(tmp_path) if row["step"]]
+    assert undocumented(row) == [] and row["num_turns/max"] == 3
+    assert row["num_turns/new_rows"] > 0 and row["environment/given"] > 0 and row["reward/environment_reward"] > 0
+    assert row["training/rollout_probs_diff_max"] < 1e-4 and row["actor/grad_norm"] > 0
 
 
 @pytest.mark.slow

@@ -199,7 +199,7 @@ def test_rows_with_a_chat_alone_become_prompts(dataset: RLHFDataset) -> None:
     chat |= {"raw_prompt": dataset.dataframe[3]["prompt"], "agent_name": "single_turn_agent"}
     item = PromptItems([chat], dataset.tokenizer, 40)[0]
     assert (item["raw_prompt_ids"], item["prompt_text"]) == (row["raw_prompt_ids"], row["prompt_text"])
-    with pytest.raises(ValueError, match="asks for the agent loop 'tool_agent'; there is single_turn_agent, and"):
+    with pytest.raises(ValueError, match="asks for the agent loop 'tool_agent'; there is single_turn_agent; "):
         PromptItems([chat | {"agent_name": "tool_agent"}], dataset.tokenizer, 40)[0]
     with pytest.raises(ValueError, match="has no raw_prompt_ids, input_ids with attention_mask or raw_prompt: "):
         PromptItems([{key: row[key] for key in ("data_source", "reward_model")}], dataset.tokenizer, 40)[0]

@@ -45,6 +45,22 @@ class Slow(Counter):
     async def step(self, action):
         await asyncio.sleep(1000)
 
+class Tasked(Counter):
+    """Counts in a task that its beginning started, as an agent loop does."""
+
+    async def reset(self, row, seed):
+        self.words, self.answers = asyncio.Queue(), asyncio.Queue()
+        self.task = asyncio.create_task(self.work())
+        return await super().reset(row, seed)
+
+    async def work(self):
+        while True:
+            self.answers.put_nowait(self.added(await self.words.get()))
+
+    async def step(self, action):
+        self.words.put_nowait(action["content"])
+        return await self.answers.get()
+
 class Blocking(Counter):
     def reset(self, row, seed):
         self.total = seed
@@ -88,8 +104,13 @@ async def _begun(pool: EnvironmentPool, count: int) -> list[PooledEnvironment]:
     return environments
 
 
-@pytest.mark.parametrize("name", ["Counter", "Blocking"])
-@pytest.mark.parametrize("word", [*WORDS, "long", "kill", "hang"])
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [
+        *((name, word) for name in ("Counter", "Blocking") for word in (*WORDS, "long", "kill", "hang")),
+        *(("Tasked", word) for word in ("kill", "hang")),
+    ],
+)
 def test_one_that_misbehaves_ends_alone(file: Path, name: str, word: str) -> None:
     async def test(pool: EnvironmentPool) -> None:
         bad, *others = await _begun(pool, 6)

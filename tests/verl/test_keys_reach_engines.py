@@ -89,6 +89,7 @@ ELSEWHERE = {
         "tests/verl/test_packing_invariance.py",
     ),
     "update_weights_bucket_megabytes": "tests/verl/test_weight_sync.py",
+    **dict.fromkeys(("agent_loop_config_path", "default_agent_loop"), "tests/verl/test_agent_loops.py"),
     "fit_layout": "tests/verl/test_verl_0_9_scripts.py",
     "also_greedy": "tests/verl/test_validation.py",
 }

@@ -155,14 +155,15 @@ def _class_problems(config: PPOTrainerConfig) -> Iterator[str]:
 
 def _environment_problems(config: PPOTrainerConfig) -> Iterator[str]:
     """An environment's class, or a file of tools, that cannot be used."""
-    turns = config.actor_rollout_ref.rollout.multi_turn
-    where = "tool_config_path" if turns.environment.path is None else "environment"
+    rollout = config.actor_rollout_ref.rollout
+    where = "tool_config_path" if rollout.multi_turn.environment.path is None else "environment"
+    where = "agent" if rollout.agent.has_loops else f"multi_turn.{where}"
     try:
         if (settings := host_settings(config)) is not None:
             load_environment(settings.environment)(**settings.environment.kwargs)
     except Exception as error:  # a process edge: the user's file runs here, and may raise anything
         text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        yield text if where in text else f"actor_rollout_ref.rollout.multi_turn.{where}: {text}"
+        yield text if where in text else f"actor_rollout_ref.rollout.{where}: {text}"
 
 
 def _data_problems(config: PPOTrainerConfig) -> Iterator[str]:

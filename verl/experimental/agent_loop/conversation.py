@@ -18,6 +18,12 @@ class Given:
     num_kept: int | None = None
 
 
+def num_alike(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((index for index, (left, right) in pairs if left != right), min(len(one), len(other)))
+
+
 class Conversation:
     """Renders only what is new by the chat template, so that no token is ever made from text a second time.
 

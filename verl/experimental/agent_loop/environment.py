@@ -23,11 +23,13 @@ class Environment:
         is_deterministic: the same seed and actions give the same observations, so that an environment whose process
             was lost, or whose run is resumed, is rebuilt by replaying its actions.
         takes_token_ids: ``step`` gets the token ids that the model wrote, not a message.
+        writes_rows: with token ids, an observation is all that the model goes on from, not what follows its turn.
         tools: OpenAI function schemas that the chat template shows the model.
     """
 
     is_deterministic = True
     takes_token_ids = False
+    writes_rows = False
     tools: Sequence[Mapping[str, Any]] = ()
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message] | Sequence[int] | str:

@@ -73,6 +73,10 @@ class EnvironmentPool:
         return self._kind["takes_token_ids"]
 
     @property
+    def writes_rows(self) -> bool:
+        return self._kind["writes_rows"]
+
+    @property
     def is_deterministic(self) -> bool:
         return self._kind["is_deterministic"]
 

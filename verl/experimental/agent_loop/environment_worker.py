@@ -22,7 +22,8 @@ from verl.utils.child_process import claim_stdout, send
 LINE_BYTES = 64 << 20  # of a request, which may hold a whole conversation
 REPLY_CHARS = 4 << 20  # of an observation; a longer one ends its sample
 MARK_BYTES = 8
-_current_call: ContextVar[int] = ContextVar("current_call", default=0)  # of a task, and of the tasks that it starts
+# The number of its environment's call, of a task and of the tasks that it starts, which may go on in a later call.
+_current_call: ContextVar[list[int]] = ContextVar("current_call", default=[0])  # noqa: B039 - never changed
 
 
 def main() -> None:
@@ -43,17 +44,17 @@ class _Marked(Coroutine[Any, Any, Any]):
     """A task's coroutine that marks its call whenever it runs."""
 
     def __init__(self, inner: Any, mark: mmap.mmap) -> None:
-        self._inner, self._mark, self._call = inner, mark, _current_call.get().to_bytes(MARK_BYTES, "little")
+        self._inner, self._mark, self._call = inner, mark, _current_call.get()
 
     def send(self, value: Any) -> Any:
-        self._mark[:] = self._call
+        self._mark[:] = self._call[0].to_bytes(MARK_BYTES, "little")
         try:
             return self._inner.send(value)
         finally:
             self._mark[:] = bytes(MARK_BYTES)
 
     def throw(self, *error: Any) -> Any:
-        self._mark[:] = self._call
+        self._mark[:] = self._call[0].to_bytes(MARK_BYTES, "little")
         try:
             return self._inner.throw(*error)
         finally:
@@ -71,6 +72,7 @@ class _Worker:
         self._class, self._kwargs, self._replies, self._mark = environment, kwargs, replies, mark
         self._is_async = is_async(environment)
         self._environments: dict[str, Any] = {}
+        self._calls: dict[str, list[int]] = {}
 
     async def serve(self) -> None:
         loop, reader = asyncio.get_running_loop(), asyncio.StreamReader(limit=LINE_BYTES)
@@ -81,9 +83,11 @@ class _Worker:
         under_way: set[asyncio.Task[None]] = set()
         while line := await reader.readline():
             request = json.loads(line)
-            _current_call.set(request["call"])
+            call = self._calls.setdefault(request["environment"], [0])
+            call[0] = request["call"]
+            before = _current_call.set(call)
             task = loop.create_task(self._answer(request))
-            _current_call.set(0)
+            _current_call.reset(before)
             under_way.add(task)
             task.add_done_callback(under_way.discard)
             if not self._is_async:
@@ -105,6 +109,7 @@ class _Worker:
         name, do = request["environment"], request["do"]
         if do == "close":
             environment = self._environments.pop(name, None)
+            del self._calls[name]
             if hasattr(environment, "close"):
                 await _finished(environment.close())
             return {}
@@ -121,7 +126,7 @@ class _Worker:
         send(self._replies, reply)
 
 
-_FLAGS = {"is_deterministic": True, "takes_token_ids": False}
+_FLAGS = {"is_deterministic": True, "takes_token_ids": False, "writes_rows": False}
 
 
 async def _finished(result: Any) -> Any:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 from hf_formats.parent_death import end_with_parent
-from verl.experimental.agent_loop.conversation import Conversation, Given
+from verl.experimental.agent_loop.conversation import Conversation, Given, num_alike
 from verl.experimental.agent_loop.environment import EnvironmentSpec, Message, Outcome
 from verl.experimental.agent_loop.environment_pool import EnvironmentFailed, EnvironmentPool, PooledEnvironment
 from verl.experimental.agent_loop.environment_worker import LINE_BYTES
@@ -134,6 +134,10 @@ class _Host:
     def takes_token_ids(self) -> bool:
         return self._pool.takes_token_ids
 
+    @property
+    def writes_rows(self) -> bool:
+        return self._pool.writes_rows
+
     def _send(self, reply: dict[str, Any]) -> None:
         send(self._replies, reply)
 
@@ -144,6 +148,7 @@ class _Sample:
     def __init__(self, host: _Host, environment: PooledEnvironment) -> None:
         self._host, self._environment = host, environment
         self._conversation: Conversation | None = None  # none where the environment speaks in token ids
+        self._row: list[int] = []  # all that the model has, where it does
         self._num_turns = self._num_calls = 0
         self._start_s = time.monotonic()
         self.seconds = 0.0  # of the last call of its environment
@@ -151,7 +156,7 @@ class _Sample:
     async def begin(self) -> dict[str, Any]:
         outcome = await self._called(self._environment.reset())
         if isinstance(outcome.observation[0], int):
-            token_ids = outcome.observation
+            token_ids, self._row = outcome.observation, list(outcome.observation)
         else:
             self._conversation = self._host.conversation(outcome.tools)
             token_ids = self._conversation.begin(outcome.observation)
@@ -194,7 +199,10 @@ class _Sample:
         if self._conversation is None:
             if not all(isinstance(token, int) for token in observation):
                 raise ValueError("reset returned token ids, and step messages; expected the same of both")
-            return Given(observation)
+            row = self._row + token_ids
+            num_kept = num_alike(row, observation) if self._host.writes_rows else len(row)
+            self._row = observation if self._host.writes_rows else row + observation
+            return Given(self._row[num_kept:], None if num_kept == len(row) else num_kept)
         if observation and isinstance(observation[0], int):
             raise ValueError("reset returned messages, and step token ids; expected the same of both")
         self._conversation.answer(token_ids)

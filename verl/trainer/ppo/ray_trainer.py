@@ -55,6 +55,7 @@ from verl.utils.masks import response_lengths
 from verl.utils.partitions import balanced_order
 from verl.utils.tracking import Tracking
 from verl.workers.reward_manager import PendingScores, PooledRewardManager, Scores
+from verl.workers.rollout.environment_host import agent_names
 from verl.workers.row_store import worker_batch
 
 if TYPE_CHECKING:
@@ -393,5 +394,7 @@ class RayPPOTrainer:
 def _prompts(config: PPOTrainerConfig, tokenizer: PreTrainedTokenizerBase, files: list[str], max_samples: int) -> Any:
     dataset = create_rl_dataset(files, config.data, tokenizer, max_samples)
     has_turns = config.actor_rollout_ref.rollout.multi_turn.enable
-    template = config.data.apply_chat_template_kwargs
-    return PromptItems(dataset, tokenizer, config.data.max_prompt_length, template, has_environments=has_turns)
+    template, length = config.data.apply_chat_template_kwargs, config.data.max_prompt_length
+    return PromptItems(
+        dataset, tokenizer, length, template, has_environments=has_turns, agent_names=agent_names(config)
+    )

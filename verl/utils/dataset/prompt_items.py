@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -11,9 +11,8 @@ from hf_formats.chat import chat_text
 from verl.protocol_storage import as_json
 from verl.utils.dataset.rl_dataset import RESPONSE_LIMIT, RLHFDataset
 from verl.utils.reward_score.thoughts import PROMPT_END, prompt_end
+from verl.workers.config.multi_turn import SINGLE_TURN
 
-_AGENT = "single_turn_agent"  # upstream's name of what generates one answer to a prompt
-_TOOL_AGENT = "tool_agent"
 ENVIRONMENT_ROW = "environment_row"
 _PADDED = ("input_ids", "attention_mask", "position_ids")  # engines get token ids without padding
 
@@ -30,6 +29,7 @@ class PromptItems(Dataset):
         max_prompt_length: a longer prompt is an error.
         template_kwargs: ``data.apply_chat_template_kwargs``.
         has_environments: rows also have ``environment_row``, what the environments of several turns begin with.
+        agent_names: what a row may have as ``agent_name``.
     """
 
     def __init__(
@@ -39,9 +39,11 @@ class PromptItems(Dataset):
         max_prompt_length: int,
         template_kwargs: Any = None,
         has_environments: bool = False,
+        agent_names: Collection[str] = (SINGLE_TURN,),
     ) -> None:
         self.dataset, self.tokenizer, self.max_prompt_length = dataset, tokenizer, max_prompt_length
         self.template_kwargs, self.has_environments = template_kwargs or {}, has_environments
+        self.agent_names = agent_names
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -55,11 +57,10 @@ class PromptItems(Dataset):
         missing = [key for key in ("data_source", "reward_model") if key not in row]
         if missing:
             raise ValueError(f"{where} has no {' and no '.join(missing)}; it has {', '.join(sorted(row))}")
-        agents = (None, _AGENT, _TOOL_AGENT) if self.has_environments else (None, _AGENT)
-        if row.get("agent_name") not in agents:
+        if row.get("agent_name") not in (None, *self.agent_names):
+            more = "" if self.has_environments else "; actor_rollout_ref.rollout.multi_turn.enable=True gives more"
             raise ValueError(
-                f"{where} asks for the agent loop {row['agent_name']!r}; there is {_AGENT}, and with "
-                f"actor_rollout_ref.rollout.multi_turn.enable=True {_TOOL_AGENT}"
+                f"{where} asks for the agent loop {row['agent_name']!r}; there is {', '.join(self.agent_names)}{more}"
             )
         if not isinstance(row["reward_model"], Mapping) or "ground_truth" not in row["reward_model"]:
             given = row["reward_model"]
@@ -93,7 +94,8 @@ class PromptItems(Dataset):
         if messages is None:
             messages = [{"role": "user", "content": row.get("prompt_text", "")}]
         found = {"messages": list(messages), "ground_truth": row["reward_model"]["ground_truth"], "index": index}
-        return dict(as_json(found | {"data_source": row["data_source"], "extra_info": extra_info}))
+        found |= {name: row[name] for name in ("data_source", "agent_name") if name in row}
+        return dict(as_json(found | {"extra_info": extra_info}))
 
     def _prompt_ids(self, row: Mapping[str, Any], where: str) -> list[int]:
         if "raw_prompt_ids" in row:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,8 @@ from verl.workers.config.keys import Idle, Section, Values, at_least, key, one_o
 _ONE_TURN = Idle("{where}.enable is False: an answer is a single turn", lambda run, own: not own.enable)
 _NO_TOOLS = Idle("{where}.tool_config_path is not given", lambda run, own: own.tool_config_path is None)
 _MOST = Values("give a number above 0, or leave it out for no limit", lambda value: value > 0)
+
+SINGLE_TURN, TOOLS = "single_turn_agent", "tool_agent"  # upstream's names of what needs no loop of a user's
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,16 @@ class MultiTurnConfig(Section):
     def splits(self) -> bool:
         return self.enable and self.on_changed_history == "split"
 
-    def contradictions(self, where: str) -> Iterator[str]:
-        if self.enable and (self.environment.path is None) == (self.tool_config_path is None):
-            yield f"{where}.enable is True: give one of {where}.environment.path and {where}.tool_config_path"
+
+@dataclass(frozen=True)
+class AgentConfig(Section):
+    """Agent loops of the user's own (docs/turns.md)."""
+
+    #: the loop of rows without ``agent_name``: a name of ``agent_loop_config_path``, or one that
+    #: ``model.external_lib`` registers.
+    default_agent_loop: str = SINGLE_TURN
+    agent_loop_config_path: str | None = key(None, is_path=True)  #: YAML file of agent loops, in verl's form.
+
+    @property
+    def has_loops(self) -> bool:
+        return self.agent_loop_config_path is not None or self.default_agent_loop not in (SINGLE_TURN, TOOLS)

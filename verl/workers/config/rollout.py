@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.workers.config.keys import SHARE, TRAINED_DTYPES, Idle, Section, Values, at_least, beside, key, one_of
-from verl.workers.config.multi_turn import MultiTurnConfig
+from verl.workers.config.multi_turn import AgentConfig, MultiTurnConfig
 from verl.workers.config.profiler import NO_PROFILER, ProfilerConfig
 
 _QUANTIZATIONS = Values("expected fp8, dequantize, or leave it out", ("fp8", "dequantize").__contains__)
@@ -118,6 +118,7 @@ class RolloutConfig(Section):
     seed: int = 0  #: seed of sampling; the noise of a response depends on (seed, step, row).
     val_kwargs: SamplingConfig = key(SamplingConfig)
     multi_turn: MultiTurnConfig = key(MultiTurnConfig)
+    agent: AgentConfig = key(AgentConfig)
     profiler: ProfilerConfig = key(ProfilerConfig, NO_PROFILER, _SHARED_RANKS)
 
     def replicas_per_engine(self, world_size: int) -> int:
@@ -163,7 +164,17 @@ class RolloutConfig(Section):
                 f"{where}.max_model_len {self.max_model_len} is below prompt_length {self.prompt_length} + "
                 f"response_length {self.response_length}"
             )
-        if self.multi_turn.enable and self.rebalance_interval:
+        turns = self.multi_turn
+        makers = {
+            f"{where}.multi_turn.environment.path": turns.environment.path is not None,
+            f"{where}.multi_turn.tool_config_path": turns.tool_config_path is not None and not self.agent.has_loops,
+            f"{where}.agent.agent_loop_config_path": self.agent.has_loops,
+        }
+        if turns.enable and sum(makers.values()) != 1:
+            yield f"{where}.multi_turn.enable is True: give one of {', '.join(makers)}"
+        if self.agent.has_loops and not turns.enable:
+            yield f"{where}.agent names an agent loop; set {where}.multi_turn.enable=True, by which samples have turns"
+        if turns.enable and self.rebalance_interval:
             yield f"{where}.rebalance_interval must be 0 with {where}.multi_turn: samples stay with their environments"
         if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.prompt_length:
             yield (

@@ -22,22 +22,29 @@ from verl.experimental.agent_loop.host import HostSettings
 from verl.trainer.config import PPOTrainerConfig
 from verl.utils.child_process import child_environment
 from verl.utils.import_utils import MODULE_PREFIX, absolute_file
+from verl.workers.config.multi_turn import SINGLE_TURN, TOOLS
 
 _START_LIMIT_S = 300.0
 _KILL_S = 30.0
 _TOOLS = "verl.experimental.agent_loop.tool_environment"
+_LOOPS = "verl.experimental.agent_loop.agent_loop"
 
 
 def host_settings(config: PPOTrainerConfig) -> HostSettings | None:
     """What the rollout's hosts need; None where a sample is a single turn.
 
-    ValueError: the file of ``tool_config_path`` cannot be used.
+    ValueError: the file of ``tool_config_path`` or ``agent_loop_config_path`` cannot be used.
     """
-    turns = config.actor_rollout_ref.rollout.multi_turn
+    rollout = config.actor_rollout_ref.rollout
+    turns = rollout.multi_turn
     if not turns.enable:
         return None
     environment = turns.environment
-    if environment.path is not None:
+    kwargs: dict[str, Any]
+    if rollout.agent.has_loops:
+        kwargs = {"loops": loop_entries(rollout.agent.agent_loop_config_path), "config": asdict(config)}
+        spec = EnvironmentSpec(f"{MODULE_PREFIX}{_LOOPS}", "AgentLoopEnvironment", kwargs)
+    elif environment.path is not None:
         spec = EnvironmentSpec(absolute_file(environment.path), environment.name, dict(environment.kwargs))
     else:
         limits = (turns.max_parallel_calls, turns.max_tool_response_length, turns.tool_response_truncate_side)
@@ -59,20 +66,49 @@ def host_settings(config: PPOTrainerConfig) -> HostSettings | None:
     )
 
 
+def agent_names(config: PPOTrainerConfig) -> list[str]:
+    """The agent loops that a row of the data may ask for."""
+    rollout = config.actor_rollout_ref.rollout
+    if not rollout.agent.has_loops:
+        return [SINGLE_TURN, TOOLS] if rollout.multi_turn.enable else [SINGLE_TURN]
+    from verl.experimental.agent_loop.agent_loop import AGENT_LOOPS
+
+    return sorted(
+        {*AGENT_LOOPS.names, *(entry["name"] for entry in loop_entries(rollout.agent.agent_loop_config_path))}
+    )
+
+
 def tool_entries(path: str) -> list[dict[str, Any]]:
     """The entries of a file of tools; ValueError says what is wrong with it."""
     where = f"actor_rollout_ref.rollout.multi_turn.tool_config_path: {path}"
+    given = _yaml(path, where)
+    return _entries(given.get("tools") if isinstance(given, dict) else None, where, "tools", "class_name")
+
+
+def loop_entries(path: str | None) -> list[dict[str, Any]]:
+    """The entries of a file of agent loops, none without one; ValueError says what is wrong with it."""
+    if path is None:
+        return []
+    where = f"actor_rollout_ref.rollout.agent.agent_loop_config_path: {path}"
+    return _entries(_yaml(path, where), where, "of agent loops", "name", "_target_")
+
+
+def _yaml(path: str, where: str) -> Any:
     try:
-        given = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+        return OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     except (OSError, YAMLError, OmegaConfBaseException) as error:
         raise ValueError(f"{where} cannot be read: {error}") from error
-    entries = given.get("tools") if isinstance(given, dict) else None
-    if not isinstance(entries, list) or not entries:
-        raise ValueError(f"{where} has no list tools")
-    for entry in entries:
-        if not isinstance(entry, dict) or not isinstance(entry.get("class_name"), str):
-            raise ValueError(f"{where}: the tool {entry!r:.100} has no class_name")
-    return entries
+
+
+def _entries(given: Any, where: str, what: str, *names: str) -> list[dict[str, Any]]:
+    """A list of sections that have ``names``, with the ``path`` of a file for a process that works elsewhere."""
+    if not isinstance(given, list) or not given:
+        raise ValueError(f"{where} has no list {what}")
+    for entry in given:
+        lacking = [name for name in names if not isinstance(entry, dict) or not isinstance(entry.get(name), str)]
+        if lacking:
+            raise ValueError(f"{where}: the entry {entry!r:.100} has no {' and no '.join(lacking)}")
+    return [entry | ({"path": absolute_file(entry["path"])} if entry.get("path") else {}) for entry in given]
 
 
 class EnvironmentHost:
