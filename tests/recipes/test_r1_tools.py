@@ -127,6 +127,7 @@ def published_model_acts(folder: str, num_problems: int) -> list[dict[str, Any]]
     return [{"kind": row["kind"], **record["info"]} for row, record in zip(problems_of, records, strict=True)]
 
 
+@pytest.mark.slow  # tests/verl/test_agent_conversations.py reads calls by published templates
 @pytest.mark.timeout(280)
 def test_a_published_model_calls_tools_after_the_examples() -> None:
     [found] = run_ranks(published_model_acts, 1, str(smollm2()), 16, timeout_s=270)

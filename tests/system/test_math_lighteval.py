@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 
 from mindspeed_llm.hf_checkpoint import HFCheckpoint
@@ -16,6 +17,7 @@ from tests.system.jobs import prepare_math_lighteval
 STEPS = 2
 
 
+@pytest.mark.slow  # test_r1_dynamic_sampling.py has a recipe's whole run, tests/recipes what is this one's own
 def test_from_a_folder_of_problems_to_trained_weights(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run_stages_here(prepare_math_lighteval(tmp_path), run, STEPS)

@@ -85,7 +85,9 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
 }
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "schedule", [pytest.param(name, marks=pytest.mark.slow) if name == "one_step_off" else name for name in SCHEDULES]
+)
 def test_two_steps_of_several_turns(local_ray: None, converted: Prepared, tmp_path: Path, schedule: str) -> None:
     config = in_process_config(converted, tmp_path, 1, 2, *_turns(tmp_path), *SCHEDULES[schedule])
     assert preflight_problems(config) == []

@@ -51,12 +51,13 @@ DIFFERENCES = ("decode", "fp8")
 
 @needs_tables
 @pytest.mark.timeout(LIMIT_S + 30)
-def test_every_part_runs_on_a_cpu_and_what_must_hold_holds(tmp_path: Path) -> None:
-    ended = run_day(tmp_path / "day", tmp_path / "blocker")
+@pytest.mark.parametrize("parts", [("sleep",), pytest.param(tuple(PARTS), marks=pytest.mark.slow)], ids=["one", "all"])
+def test_parts_run_on_a_cpu_and_what_must_hold_holds(tmp_path: Path, parts: tuple[str, ...]) -> None:
+    ended = run_day(tmp_path / "day", tmp_path / "blocker", "--parts", *parts)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found = [Row(**row) for row in json.loads((tmp_path / "day" / "gpu_day.json").read_text("utf-8"))["rows"]]
     assert [row.part for row in found] == sorted((row.part for row in found), key=list(PARTS).index)
-    assert {row.part for row in found} == set(PARTS)
+    assert {row.part for row in found} == set(parts)
     assert all(row.is_well for row in found if row.figure is None), found
     figures = [row for row in found if row.figure is not None]
     assert all(math.isfinite(row.figure) and row.is_well is None for row in figures), figures

@@ -68,7 +68,7 @@ LAYOUTS: dict[int, dict[str, tuple[ParallelLayout, dict[str, Any]]]] = {
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("world_size", LAYOUTS)
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 def test_the_policys_update_is_the_same_to_the_bit(world_size: int) -> None:
     """Metrics with the gradients' norm, which clips, gradients, and what the update makes of weights and biases."""
     cases = {

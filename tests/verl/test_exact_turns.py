@@ -260,8 +260,12 @@ def any_trajectories(folder: str, num_examples: int, drafts: dict[str, Any]) -> 
     return seen
 
 
-@pytest.mark.parametrize("drafts", [{}, {"method": "suffix", "num_speculative_tokens": 3}], ids=["drawn", "drafted"])
-@pytest.mark.parametrize("num_examples", [3, pytest.param(32, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "drafts",
+    [pytest.param({}, marks=pytest.mark.slow), {"method": "suffix", "num_speculative_tokens": 3}],
+    ids=["drawn", "drafted"],
+)
+@pytest.mark.parametrize("num_examples", [2, pytest.param(32, marks=pytest.mark.slow)])
 @pytest.mark.timeout(900)
 def test_any_trajectories_are_trained_on_as_they_were_generated(
     folder: str, num_examples: int, drafts: dict[str, Any]

@@ -198,7 +198,7 @@ def two_ranks(folder: str, turns: list[int], given: dict[str, Any]) -> Any:
     return rows
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.slow), 2])  # the next test has two replicas
 def test_two_ranks_write_what_one_does(folder: str, tmp_path: Path, tp: int) -> None:
     turns = [1, 3, 2, 4, 1, 2]
     [(alone, *_)] = run_ranks(one_replica, 1, folder, str(tmp_path), turns)

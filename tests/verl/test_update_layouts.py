@@ -291,7 +291,7 @@ DRAFT_LAYOUTS = {
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("world_size", DRAFT_LAYOUTS)
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_samples_that_share_their_prompt_train_the_prediction_layer_as_whole_ones(world_size: int) -> None:
     """That layer reads each sample's own first token at the end of the prompt, so it has whole samples."""
     by_tokens = {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 200}

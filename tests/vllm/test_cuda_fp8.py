@@ -38,7 +38,7 @@ assert os.environ["TRITON_INTERPRET"] == "1", "tests/conftest.py sets it before 
 
 FP32, BF16 = torch.float32, torch.bfloat16
 TOLERANCE = {FP32: 1e-5, BF16: 1e-2}
-DTYPES = pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+DTYPES = pytest.mark.parametrize("dtype", [pytest.param(FP32, marks=pytest.mark.slow), BF16], ids=["fp32", "bf16"])
 FP8, REFERENCE = Fp8Products(launch), reference.rollout_ops()
 
 pytestmark = [

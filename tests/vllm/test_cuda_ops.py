@@ -34,7 +34,7 @@ pytestmark = [
 
 FP32, BF16 = torch.float32, torch.bfloat16
 TOLERANCE = {FP32: 1e-5, BF16: 1e-2}
-DTYPES = pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+DTYPES = pytest.mark.parametrize("dtype", [pytest.param(FP32, marks=pytest.mark.slow), BF16], ids=["fp32", "bf16"])
 ROWS, REFERENCE = RowOps(launch), reference_ops()
 EXPERTS = ExpertOps(launch, ROWS, Fp8Products(launch))
 CPU = torch.device("cpu")

@@ -111,7 +111,19 @@ def run(llm: LLM, requests: list[Request], cuts: list[tuple[int, bool]]) -> list
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("way", [{}, {"enforce_eager": None}, {"max_num_batched_tokens": 9}], ids=str)
+@pytest.mark.parametrize(
+    ("path", "way"),
+    [
+        ("float32", {}),
+        ("float32", {"max_num_batched_tokens": 9}),
+        ("bfloat16", {"enforce_eager": None}),
+        pytest.param("float32", {"enforce_eager": None}, marks=pytest.mark.slow),
+        pytest.param("bfloat16", {}, marks=pytest.mark.slow),
+        pytest.param("bfloat16", {"max_num_batched_tokens": 9}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+    indirect=["path"],
+)
 def test_any_requests_end_as_without_drafts(path: str, method: str, way: dict[str, Any]) -> None:
     plain = make_llm(path, None, **way)
     engines = [make_llm(path, {"method": method, "num_speculative_tokens": k}, **way) for k in range(1, 8)]
@@ -164,7 +176,9 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=pytest.mark.slow) if way == "replicas that share experts" else way for way in WAYS]
+)  # those that move requests share their experts too
 @pytest.mark.parametrize("path", ["float32"], indirect=True)
 def test_two_ranks_end_as_without_drafts(path: str, way: str) -> None:
     plain = run_ranks(of_ranks, 2, path, None, WAYS[way])
