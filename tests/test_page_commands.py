@@ -93,6 +93,7 @@ HELD = {
     r"python -m tools\.workshop\.bench\.(algorithms|schedules).*": "tests/tools/test_bench_algorithms.py",
     r"python -m tools\.workshop\.bench\.rollout.*": "tests/tools/test_bench_rollout.py",
     r"python -m tools\.workshop\.bench\..*": "tests/tools/test_bench.py",
+    r"python -m verl\.model_merger merge.*": "tests/mindspeed_llm/test_dcp_checkpoint.py",
     r"python -m mindspeed\.profiler DIR": "tests/npu/test_r1_zero.py",
     r"python -m mindspeed_llm\.(fp8_cast_bf16|fp8_quantize|plain_config|convert_ckpt_torch_dist).*": (
         "tests/system/test_page_runs.py"

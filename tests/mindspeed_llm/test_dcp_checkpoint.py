@@ -27,6 +27,7 @@ from mindspeed_llm.weight_plan import local_plan
 from mindspeed_llm.weight_source import fill
 from tests.mindspeed_llm.tiny import tiny_hf_config, tiny_moonlight_config, tiny_qwen3_config, write_tiny_checkpoint
 from tests.parallel.launcher import run_ranks
+from verl import model_merger
 
 
 def save(hf_dir: str, out: str, sizes: dict[str, Any], num_mtp: int, chunk_bytes: int) -> None:
@@ -143,6 +144,27 @@ def test_a_step_or_a_run_is_its_model_part(saved: tuple[Path, Path], tmp_path: P
         assert len(found.names()) > 40
         for name in found.names():
             assert found.read(name).equal(expected.read(name)), name
+
+
+def test_upstreams_command_merges_a_step(
+    saved: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = tmp_path / "global_step_40"
+    step.mkdir()
+    (step / "actor").symlink_to(saved[1])
+    given = ["merge", "--backend", "fsdp", "--local_dir", f"{step}/actor", "--target_dir", f"{tmp_path}/hf"]
+    with pytest.raises(SystemExit):
+        model_merger.main(given)
+    assert "as --hf_model_path" in capsys.readouterr().err
+    assert model_merger.main([*given, "--hf_model_path", str(saved[0])]) == 0
+    (step / "huggingface").symlink_to(saved[0])  # as save_contents=[hf_model] leaves it
+    assert model_merger.main(given) == 0, "the same again"
+    hf = load_hf_config(saved[0])
+    with open_hf(saved[0], hf) as expected, open_hf(tmp_path / "hf", hf) as found:
+        assert all(found.read(name).equal(expected.read(name)) for name in found.names())
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit):
+        model_merger.main(given)
 
 
 def test_what_the_model_has_not_is_left_out_and_what_is_missing_named(saved: tuple[Path, Path]) -> None:
