@@ -9,7 +9,7 @@ import pytest
 from hf_formats.tokenizer import load_tokenizer
 from tests.published import tokenizer_folder
 from verl.experimental.agent_loop.conversation import Conversation
-from verl.experimental.agent_loop.tool_parser import TOOL_PARSERS
+from vllm.tool_parsers import TOOL_PARSERS
 
 # tokenizer -> (the form of its calls, a turn that calls the calculator)
 CALLS = {
@@ -91,7 +91,7 @@ def test_a_template_that_strips_thoughts_begins_a_new_row() -> None:
 def test_calls_are_found_in_the_forms_of_published_models(name: str) -> None:
     tokenizer = load_tokenizer(str(tokenizer_folder(name)))
     form, text = CALLS[name]
-    parser = TOOL_PARSERS.get(form)(tokenizer)
+    parser = TOOL_PARSERS[form](tokenizer)
     lead = "" if form == "llama3_json" else "I compute."
     content, [call] = parser.extract_tool_calls(_ids(tokenizer, lead + text + tokenizer.eos_token))
     assert (content, call.name) == (lead, "calculator")
@@ -102,5 +102,5 @@ def test_calls_are_found_in_the_forms_of_published_models(name: str) -> None:
 @pytest.mark.parametrize("text", ["<tool_call>\nnot json\n</tool_call>", "<tool_call>\n[1]\n</tool_call>"])
 def test_a_call_that_is_no_json_has_no_name_and_keeps_its_text(text: str) -> None:
     tokenizer = load_tokenizer(str(tokenizer_folder("qwen3")))
-    _, [call] = TOOL_PARSERS.get("hermes")(tokenizer).extract_tool_calls(_ids(tokenizer, text))
+    _, [call] = TOOL_PARSERS["hermes"](tokenizer).extract_tool_calls(_ids(tokenizer, text))
     assert call.name == "" and call.arguments in text

@@ -104,8 +104,11 @@ REFUSED = {
     "--max-model-length is not an option, did you mean --max-model-len?": ["a", "--max-model-length", "5"],
     "reasoning_parser='qwen3' is unknown, expected one of: deepseek_r1": ["a", "--reasoning-parser", "qwen3"],
     "tensor_parallel_size=2: the server runs a model in one process": ["a", "-tp", "2"],
-    "enable_auto_tool_choice=True: tool calls are not supported": ["a", "--enable-auto-tool-choice"],
-    "argument --port: invalid int value: 'x'": ["a", "--port", "x"],
+    "enable_auto_tool_choice needs tool_call_parser, one of hermes": ["a", "--enable-auto-tool-choice"],
+    "tool_call_parser='x' is unknown, expected one of: hermes": ["a", "--tool-call-parser", "x"],
+    "argument --port: 'x' is no whole number": ["a", "--port", "x"],
+    "argument --max-model-len: '1.2345k' is no whole number": ["a", "--max-model-len", "1.2345k"],
+    "--config /not/there cannot be read": ["a", "--config", "/not/there"],
 }
 
 
@@ -153,6 +156,23 @@ def test_common_options_are_acted_on(checkpoint: str) -> None:
         assert getattr(server if hasattr(server, name) else engine, name) == value
     assert EngineArgs(checkpoint, dtype="half").create_engine_config(0, 1).model.dtype == "float16"
     assert engine.model == "DIR" == parse_args(["--model", "DIR"])[1].model
+
+
+def test_options_come_from_a_file_and_numbers_have_units(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(
+        "model: DIR\nport: 9000\nserved-model-name: [r1, r2]\nmax_model_len: 4k\nenforce-eager: true\n"
+        "enable-prefix-caching: false\nswap-space: 8\nspeculative-config: {method: ngram}\ndtype:\n"
+    )
+    server, engine, notes = parse_args(["--config", str(file), "--port", "8k", "--max-num-seqs=1K"])
+    assert (server.port, server.served_model_name, engine.model) == (8000, ["r1", "r2"], "DIR")
+    assert (engine.max_model_len, engine.max_num_seqs, engine.enforce_eager) == (4000, 1024, True)
+    assert engine.enable_prefix_caching is False and engine.speculative_config == {"method": "ngram"}
+    assert [note.partition("=")[0] for note in notes] == ["swap_space"]
+    file.write_text("prot: 9000\n")
+    with pytest.raises(SystemExit):
+        parse_args(["DIR", "--config", str(file)])
+    assert "--prot is not an option, did you mean --port?" in capsys.readouterr().err
 
 
 def test_every_other_option_is_noted_or_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -81,7 +81,12 @@ class AgentLoopBase:
     """
 
     def __init__(
-        self, trainer_config: DictConfigWrap, server_manager: ModelTurns, tokenizer: Any, processor: Any, **kwargs: Any
+        self,
+        trainer_config: DictConfigWrap,
+        server_manager: ModelTurns,
+        tokenizer: Any,
+        processor: Any = None,
+        **kwargs: Any,
     ) -> None:
         self.config = trainer_config.config
         self.rollout_config = self.config.actor_rollout_ref.rollout
@@ -225,7 +230,8 @@ class AgentLoopEnvironment:
         drawn = {name: rollout[name] for name in ("temperature", "top_p", "top_k")}
         sampling_params = drawn | {"repetition_penalty": 1.0}
         self._model = ModelTurns(sampling_params)
-        loop = loop_class(DictConfigWrap(config), self._model, self._shared.tokenizer, None, **arguments)
+        tools = {"server_manager": self._model, "tokenizer": self._shared.tokenizer, "processor": None}
+        loop = loop_class(trainer_config=DictConfigWrap(config), **tools, **arguments)
         fields = {name: value for name, value in row.items() if name not in ("messages", "ground_truth")}
         fields |= {"raw_prompt": list(row["messages"]), "reward_model": {"ground_truth": row["ground_truth"]}}
         fields["tools_kwargs"] = (row.get("extra_info") or {}).get("tools_kwargs") or {}

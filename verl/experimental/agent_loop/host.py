@@ -19,8 +19,8 @@ from verl.experimental.agent_loop.conversation import Conversation, Given, num_a
 from verl.experimental.agent_loop.environment import EnvironmentSpec, Message, Outcome
 from verl.experimental.agent_loop.environment_pool import EnvironmentFailed, EnvironmentPool, PooledEnvironment
 from verl.experimental.agent_loop.environment_worker import LINE_BYTES
-from verl.experimental.agent_loop.tool_parser import TOOL_PARSERS, ToolParser
 from verl.utils.child_process import claim_stdout, send
+from vllm.tool_parsers import TOOL_PARSERS, ToolParser
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class _Host:
         self._tokenizer = hf_tokenizer(settings.model_path)
         self._parser: ToolParser | None = None
         if settings.format is not None:
-            self._parser = TOOL_PARSERS.get(settings.format)(self._tokenizer)
+            self._parser = TOOL_PARSERS[settings.format](self._tokenizer)
         self._pool = EnvironmentPool(settings.environment, settings.num_processes, settings.timeout_s)
         self._samples: dict[str, asyncio.Queue[list[int] | None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()

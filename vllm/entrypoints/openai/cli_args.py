@@ -12,12 +12,16 @@ import sys
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
+
+import yaml
 
 from vllm.engine.arg_utils import EngineArgs, option
 from vllm.engine.client_args import CLIENT_ARGS, ClientArg, take_client_args
 from vllm.reasoning import REASONING_PARSERS
+from vllm.tool_parsers import TOOL_PARSERS
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 SHORT_FORMS = {
@@ -44,8 +48,8 @@ _LONG_FORMS = {short: "--" + name.replace("_", "-") for name, short in SHORT_FOR
 
 _OPTION = re.compile(r"^--[\w-]+")
 _OPTION_OF_KEY = re.compile(r"(--?[a-z][\w-]*)\.([\w.-]+)(=.*)?", re.DOTALL)
+_WHOLE_NUMBER = re.compile(r"(-?\d+(?:\.\d+)?)([kmgt]?)", re.IGNORECASE)
 _TLS = "the server speaks plain HTTP: put a proxy with TLS before it"
-_TOOLS = "tool calls are not supported"
 _BROWSERS = "pages of other origins cannot ask the server"
 _ADAPTERS = "adapters are not supported"
 
@@ -63,7 +67,6 @@ SERVER_ONLY: dict[str, ClientArg] = {
     "chat_template_content_format": ClientArg("auto", "templates get contents as text", ("string",)),
     "weight_transfer_config": ClientArg(None, "the server takes no weights; an LLM of another process does (ipc)"),
     "api_server_count": ClientArg(1, "there is one process", kind=int),
-    "config": ClientArg(None, "options come from the command line alone"),
     "uds": ClientArg(None, "the server listens on host and port"),
     "ssl_keyfile": ClientArg(None, _TLS),
     "ssl_certfile": ClientArg(None, _TLS),
@@ -76,9 +79,7 @@ SERVER_ONLY: dict[str, ClientArg] = {
     "allowed_headers": ClientArg(None, _BROWSERS),
     "lora_modules": ClientArg(None, _ADAPTERS),
     "prompt_adapters": ClientArg(None, _ADAPTERS),
-    "enable_auto_tool_choice": ClientArg(False, _TOOLS, kind=bool),
-    "tool_call_parser": ClientArg(None, _TOOLS),
-    "tool_parser_plugin": ClientArg(None, _TOOLS),
+    "tool_parser_plugin": ClientArg(None, "code of users does not run in the server"),
     "return_tokens_as_token_ids": ClientArg(False, "log-probs name tokens by their text", kind=bool),
     "enable_request_id_headers": ClientArg(False, "ids are in the bodies of responses", kind=bool),
     "enable_server_load_tracking": ClientArg(False, "there is no /load; /metrics has the numbers", kind=bool),
@@ -101,6 +102,8 @@ class ServerArgs:
     reasoning_parser: str | None = option(
         None, f"return the thought as reasoning_content: {', '.join(REASONING_PARSERS)}"
     )
+    enable_auto_tool_choice: bool = option(False, "take tools in requests, and return what the model calls")
+    tool_call_parser: str | None = option(None, f"form of the calls that the model writes: {', '.join(TOOL_PARSERS)}")
     generation_config: str = option(
         "auto", "where defaults of sampling come from: auto (MODEL/generation_config.json), vllm (none) or a directory"
     )
@@ -145,7 +148,10 @@ class ServerArgs:
             "log_level": LOG_LEVELS,
             "uvicorn_log_level": ("trace", *LOG_LEVELS, "critical"),
             "reasoning_parser": (None, *REASONING_PARSERS),
+            "tool_call_parser": (None, *TOOL_PARSERS),
         }
+        if self.enable_auto_tool_choice and self.tool_call_parser is None:
+            problems.append(f"enable_auto_tool_choice needs tool_call_parser, one of {', '.join(TOOL_PARSERS)}")
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 expected = ", ".join(one for one in known if one is not None)
@@ -170,9 +176,9 @@ def parse_args(
     _add_fields(parser.add_argument_group("engine (EngineArgs)"), EngineArgs)
     others = {name: known for name, known in {**CLIENT_ARGS, **SERVER_ONLY}.items() if name not in _fields(ServerArgs)}
     _add_client_args(parser.add_argument_group("options of vLLM that change nothing here, or are refused"), others)
-    words = sys.argv[1:] if argv is None else argv
+    words = _with_file(list(sys.argv[1:] if argv is None else argv), parser)
     try:
-        words = _with_whole_objects([_OPTION.sub(lambda name: name[0].replace("_", "-"), word) for word in words])
+        words = _with_whole_objects([_dashed(word) for word in words])
     except ValueError as error:
         parser.error(str(error))
     parsed, rest = parser.parse_known_args(words)
@@ -190,6 +196,38 @@ def parse_args(
     if problems:
         parser.error(problems[0] if len(problems) == 1 else "".join(f"\n  - {problem}" for problem in problems))
     return server, engine, notes
+
+
+def _with_file(words: list[str], parser: argparse.ArgumentParser) -> list[str]:
+    """vLLM's ``--config FILE``: the options of a YAML file that the command line does not give itself."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--config", type=Path)
+    found, rest = first.parse_known_args(words)
+    if found.config is None:
+        return words
+    try:
+        given = yaml.safe_load(found.config.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        parser.error(f"--config {found.config} cannot be read: {error}")
+    if not isinstance(given, dict):
+        parser.error(f"--config {found.config}: expected a section of options and their values")
+    own = {_dashed(_LONG_FORMS.get(name, name)) for name in (word.partition("=")[0] for word in rest)}
+    for name, value in given.items():
+        option = _dashed(f"--{name}")
+        negated = option.replace("--", "--no-", 1)
+        if option in own or negated in own or value is None:
+            continue
+        if isinstance(value, bool):
+            rest.append(option if value else negated)
+        elif isinstance(value, list):
+            rest += [option, *map(str, value)]
+        else:
+            rest.append(f"{option}={json.dumps(value) if isinstance(value, dict) else value}")
+    return rest
+
+
+def _dashed(word: str) -> str:
+    return _OPTION.sub(lambda name: name[0].replace("_", "-"), word)
 
 
 def _with_whole_objects(words: Sequence[str]) -> list[str]:
@@ -282,6 +320,16 @@ def _names(name: str) -> list[str]:
     return [*([] if short is None else [short]), "--" + name.replace("_", "-")]
 
 
+def _whole_number(text: str) -> int:
+    """A number, or vLLM's ``32k`` (of 1,000) and ``32K`` (of 1,024)."""
+    if found := _WHOLE_NUMBER.fullmatch(text):
+        number, unit = found.groups()
+        value = Fraction(number) * (1024 if unit.isupper() else 1000) ** " kmgt".index(unit.lower() or " ")
+        if value.denominator == 1:
+            return int(value)
+    raise argparse.ArgumentTypeError(f"{text!r} is no whole number")
+
+
 def _json_object(text: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
@@ -302,4 +350,4 @@ def _form(hint: Any) -> dict[str, Any]:
         return {"type": _json_object, "metavar": "JSON"}
     if get_origin(hint) is not None:  # a sequence
         return {"nargs": "+", "type": get_args(hint)[0]}
-    return {"type": hint}
+    return {"type": _whole_number if hint is int else hint}

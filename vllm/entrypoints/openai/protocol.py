@@ -20,6 +20,7 @@ from pydantic import (
     StrictStr,
     Tag,
     computed_field,
+    field_validator,
     model_serializer,
     model_validator,
 )
@@ -166,9 +167,23 @@ class Conversation(RequestBody):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool | None = None
+
+    @field_validator("tool_choice", mode="before")
+    @classmethod
+    def _choice(cls, value: Any) -> Any:
+        if value not in (None, "auto", "none"):
+            raise ValueError("this server cannot act on it: the model decides what it calls, so take 'auto' or 'none'")
+        return value
+
+    @property
+    def shown_tools(self) -> list[dict[str, Any]] | None:
+        """What the template shows the model; None where it is to call nothing."""
+        return None if self.tool_choice == "none" else self.tools or None
 
     @model_validator(mode="after")
     def _one_end(self) -> Self:
@@ -191,6 +206,7 @@ class ChatCompletionRequest(Conversation, GenerationRequest):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0)
+    parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
     def _supported(self) -> Self:
@@ -313,11 +329,25 @@ class ChoiceLogprobs(BaseModel):
     content: list[PositionLogprobs]
 
 
+class ToolCall(BaseModel):
+    """A call that the model wrote; `index` is its place, in a stream."""
+
+    index: int | None = None
+    id: str
+    type: Literal["function"] = "function"
+    function: dict[str, str]  # name and arguments
+
+    @model_serializer(mode="wrap")
+    def _present(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in dump(self).items() if value is not None}
+
+
 class Written(BaseModel):
     """What a model wrote, or a chunk of it: with a reasoning parser `reasoning` is its thought."""
 
     reasoning: str | None = None
     content: str | None = None
+    tool_calls: list[ToolCall] | None = None
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -336,8 +366,8 @@ class DeltaMessage(Written):
     role: Literal["assistant"] | None = None
 
     @model_serializer(mode="wrap")
-    def _present(self, dump: SerializerFunctionWrapHandler) -> dict[str, str]:
-        return {name: text for name, text in dump(self).items() if text is not None}
+    def _present(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: part for name, part in dump(self).items() if part is not None}
 
 
 class ChatChoice(Choice):

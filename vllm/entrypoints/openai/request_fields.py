@@ -35,7 +35,7 @@ class BodyField:
         return self.unless is None or body.get(self.unless[0]) != self.unless[1]
 
 
-_TOOLS = "tool calls are not supported"
+_FUNCTIONS = "tools has taken its place"
 _GUIDED = "structured outputs are not supported"
 _AUDIO = "models take and write text only"
 _CALLER = "it describes the caller"
@@ -57,11 +57,8 @@ FIELDS: dict[str, BodyField] = {
     "prediction": BodyField("it would only save time"),
     "reasoning_effort": BodyField(_NO_HINT),
     "verbosity": BodyField(_NO_HINT),
-    "parallel_tool_calls": BodyField(_TOOLS),
-    "tools": BodyField(_TOOLS, ([],), unless=("tool_choice", "none")),
-    "tool_choice": BodyField(_TOOLS, ("none", "auto")),
-    "functions": BodyField(_TOOLS, ([],), unless=("function_call", "none")),
-    "function_call": BodyField(_TOOLS, ("none", "auto")),
+    "functions": BodyField(_FUNCTIONS, ([],), unless=("function_call", "none")),
+    "function_call": BodyField(_FUNCTIONS, ("none", "auto")),
     "response_format": BodyField(_GUIDED, ({"type": "text"}, {})),
     "modalities": BodyField(_AUDIO, (["text"], [])),
     "audio": BodyField(_AUDIO, ()),
