@@ -174,6 +174,57 @@ def test_the_pages_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert end == ([], 0.0, True, {})
 
 
+TOOLS = '''
+import json
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
+from verl.experimental.agent_loop.tool_parser import ToolParser
+from verl.tools.utils.tool_registry import initialize_tools_from_config
+
+
+class Calculates(AgentLoopBase):
+    """Calls tools as upstream's own loop does."""
+
+    async def run(self, sampling_params, **kwargs):
+        turns = self.config.actor_rollout_ref.rollout.multi_turn
+        tools = {tool.name: tool for tool in initialize_tools_from_config(turns.tool_config_path)}
+        parser = ToolParser.get_tool_parser(turns.format, self.tokenizer)
+        schemas = [tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True) for tool in tools.values()]
+        prompt = await self.apply_chat_template(kwargs["raw_prompt"], tools=schemas)
+        first = await self.server_manager.generate("1", prompt_ids=prompt, sampling_params=sampling_params)
+        _, [call] = await parser.extract_tool_calls(first.token_ids)
+        instance, _ = await tools[call.name].create()
+        told, _, _ = await tools[call.name].execute(instance, json.loads(call.arguments))
+        more = await self.apply_chat_template([{"role": "tool", "content": told.text}], remove_system_prompt=True)
+        given = prompt + first.token_ids + more
+        last = await self.server_manager.generate("1", prompt_ids=given, sampling_params=sampling_params)
+        return AgentLoopOutput(given, last.token_ids, [1] * len(last.token_ids))
+'''
+
+
+def test_a_loop_calls_the_tools_of_the_run(tmp_path: Path) -> None:
+    (tmp_path / "calculates.py").write_text(TOOLS)
+    (tmp_path / "tools.yaml").write_text("tools:\n  - class_name: verl.tools.calculator.CalculatorTool\n")
+    (tmp_path / "agent.yaml").write_text(
+        f"- {{name: calculates, _target_: Calculates, path: {tmp_path}/calculates.py}}"
+    )
+    config = load_config(
+        [
+            f"{TURNS}.enable=true",
+            f"{TURNS}.tool_config_path={tmp_path}/tools.yaml",
+            f"{AGENT}={{agent_loop_config_path:{tmp_path}/agent.yaml,default_agent_loop:calculates}}",
+            f"actor_rollout_ref.model.path={tokenizer_folder('qwen3')}",
+        ]
+    )
+    assert plugin_problems(config) == []
+    tokenizer = load_tokenizer(str(tokenizer_folder("qwen3")))
+    call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "6 * 7"}}\n</tool_call><|im_end|>'
+    prompt, given, end = _run(config, {}, tokenizer(call)["input_ids"], [13])
+    assert "calculator" in tokenizer.decode(prompt) and end[2]
+    assert tokenizer.decode(given[0]).endswith(
+        "<tool_response>\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
 ODD = {"agent_name": "odd"}
 
 

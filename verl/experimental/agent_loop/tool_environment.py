@@ -90,11 +90,12 @@ def _text(response: ToolResponse | str) -> str:
 def _loaded(entries: Sequence[Mapping[str, Any]]) -> dict[str, BaseTool]:
     key = json.dumps(entries, sort_keys=True)
     if key not in _tools_by_config:
-        _tools_by_config[key] = {tool.name: tool for tool in map(_tool, entries)}
+        _tools_by_config[key] = {tool.name: tool for tool in map(load_tool, entries)}
     return _tools_by_config[key]
 
 
-def _tool(entry: Mapping[str, Any]) -> BaseTool:
+def load_tool(entry: Mapping[str, Any]) -> BaseTool:
+    """The tool of an entry of ``multi_turn.tool_config_path``."""
     module, _, name = str(entry["class_name"]).rpartition(".")
     tool_class = load_extern_type(entry.get("path") or f"pkg://{module}", name)
     schema = entry.get("tool_schema")

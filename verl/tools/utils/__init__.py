@@ -1,0 +1,1 @@
+"""For agent loops of users."""
