@@ -75,7 +75,7 @@ class AgentLoopBase:
     """Base of agent loops, one object for each sample.
 
     Attributes:
-        config: the run's whole config; ``rollout_config`` is its section of the rollout.
+        config: the run's config without the data's files; ``rollout_config`` is its section of the rollout.
         server_manager: ``await server_manager.generate(request_id, prompt_ids=..., sampling_params=...)`` is a turn of
             the model, one at a time.
     """

@@ -42,7 +42,9 @@ def host_settings(config: PPOTrainerConfig) -> HostSettings | None:
     environment = turns.environment
     kwargs: dict[str, Any]
     if rollout.agent.has_loops:
-        kwargs = {"loops": loop_entries(rollout.agent.agent_loop_config_path), "config": asdict(config)}
+        whole = asdict(config)
+        whole["data"] |= {"train_files": [], "val_files": []}  # a process takes 128 KiB of arguments
+        kwargs = {"loops": loop_entries(rollout.agent.agent_loop_config_path), "config": whole}
         spec = EnvironmentSpec(f"{MODULE_PREFIX}{_LOOPS}", "AgentLoopEnvironment", kwargs)
     elif environment.path is not None:
         spec = EnvironmentSpec(absolute_file(environment.path), environment.name, dict(environment.kwargs))
