@@ -16,7 +16,7 @@ from tests.vllm.parrot import write_parrot
 from vllm import LLM
 from vllm.entrypoints.openai.api_server import ApiServer, serve_in_background
 from vllm.entrypoints.openai.cli_args import ServerArgs
-from vllm.reasoning import DeepSeekR1ReasoningParser
+from vllm.reasoning import DeepSeekR1ReasoningParser, Qwen3ReasoningParser
 
 TEXTS = {  # by the last character of the prompt
     "1": ["<think>", "one", " and", "</think>", "\n\n", "two"],
@@ -86,6 +86,20 @@ def test_the_cuts_of_a_text_change_nothing(start: str, thought: str, answer: str
     parser = DeepSeekR1ReasoningParser("[assistant]")
     found = [parser.extract(piece, index == len(pieces) - 1) for index, piece in enumerate(pieces)]
     assert ["".join(parts) for parts in zip(*found, strict=True)] == [thought, answer]
+
+
+@given(LETTERS, LETTERS, st.booleans(), st.lists(st.integers(0, 40), max_size=12))
+def test_qwen3_may_answer_at_once(first: str, rest: str, thinks: bool, cuts: list[int]) -> None:
+    assume("<think>" not in first and "</think>" not in first)
+    text = f"<think>{first}</think>{rest}" if thinks else first + rest
+    assume(thinks or not text.lstrip().startswith("<think>"))
+    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    pieces = [text[begin:end] for begin, end in pairwise(places)]
+    parser = Qwen3ReasoningParser("<|im_start|>assistant\n")
+    found = [parser.extract(piece, index == len(pieces) - 1) for index, piece in enumerate(pieces)]
+    expected = [first, rest] if thinks else ["", text]
+    assert ["".join(parts) for parts in zip(*found, strict=True)] == expected
+    assert Qwen3ReasoningParser("<think>\n").extract("a</think>b") == ("a", "b")
 
 
 @pytest.mark.parametrize("key", sorted(ANSWERS))

@@ -102,7 +102,7 @@ REFUSED = {
     "there is no MODEL": [],
     "there is more than one MODEL: a, b": ["a", "b"],
     "--max-model-length is not an option, did you mean --max-model-len?": ["a", "--max-model-length", "5"],
-    "reasoning_parser='qwen3' is unknown, expected one of: deepseek_r1": ["a", "--reasoning-parser", "qwen3"],
+    "reasoning_parser='glm' is unknown, expected one of: deepseek_r1, qwen3": ["a", "--reasoning-parser", "glm"],
     "tensor_parallel_size=2: the server runs a model in one process": ["a", "-tp", "2"],
     "enable_auto_tool_choice needs tool_call_parser, one of hermes": ["a", "--enable-auto-tool-choice"],
     "tool_call_parser='x' is unknown, expected one of: hermes": ["a", "--tool-call-parser", "x"],

@@ -1,4 +1,4 @@
-"""The thought of DeepSeek-R1 and its kin: the text between <think> and </think>."""
+"""The thought of DeepSeek-R1, Qwen3 and their kin: the text between <think> and </think>."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ class DeepSeekR1ReasoningParser:
     """
 
     tags = (START, END)
+    always_thinks = True
 
     def __init__(self, prompt: str, written: str = "") -> None:
         """`written` is the part of the sample's message that the prompt holds, when a message is continued."""
         self._has_started = False  # past the place of <think>
+        self._is_opened = self.always_thinks or prompt.rstrip().endswith(START)
         self.is_answering = prompt.rstrip().endswith(END) or END in written  # the thought has ended
         self._pending = ""  # may be the beginning of a tag
 
@@ -32,6 +34,9 @@ class DeepSeekR1ReasoningParser:
                 self._pending = text
                 return "", ""
             self._has_started = True
+            if begin != START and not self._is_opened:
+                self.is_answering = True
+                return "", text
             text = text.lstrip().removeprefix(START) if begin == START else text
         thought, end, answer = text.partition(END)
         if end:
@@ -40,3 +45,9 @@ class DeepSeekR1ReasoningParser:
             held = next((n for n in range(len(END) - 1, 0, -1) if thought.endswith(END[:n])), 0)
             thought, self._pending = thought[: len(thought) - held], thought[len(thought) - held :]
         return thought, answer
+
+
+class Qwen3ReasoningParser(DeepSeekR1ReasoningParser):
+    """The same of a model that may also answer at once: it thinks where <think> begins its text or ends its prompt."""
+
+    always_thinks = False
