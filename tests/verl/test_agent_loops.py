@@ -151,6 +151,15 @@ def test_each_prompt_of_a_loop_is_what_the_model_is_given(folder: Path) -> None:
     assert end[:3] == ([], 0.5, True) and end[3]["letters"] == 3 and end[3]["generate_sequences"] > 0
 
 
+def test_the_runs_own_template_is_that_of_its_loops(folder: Path) -> None:
+    template = "{{ 'system:' }}{% for m in messages %}{{ '<' + m.content + '>' }}{% endfor %}"
+    config = _config(folder, f'data.apply_chat_template_kwargs.chat_template="{template}"')
+    tokenizer = load_tokenizer(str(tokenizer_folder("qwen3")))
+    prompt, second = _run(config, {"extra_info": {"turns": 2}}, [11])[:2]
+    assert tokenizer.decode(prompt) == "system:<What is 6 * 7?>"
+    assert tokenizer.decode(second[0][len(prompt) + 1 :]) == "<Really?>"
+
+
 def test_a_loop_may_be_registered_by_a_file_and_rows_may_name_theirs(folder: Path) -> None:
     config = _config(folder, f"actor_rollout_ref.model.external_lib={folder}/loops.py")
     assert plugin_problems(config) == []

@@ -108,11 +108,13 @@ class AgentLoopBase:
         """Token ids of ``messages`` for the model to answer, perhaps without what the template begins any chat with."""
         if images or videos:
             raise ValueError("models take text only, and an agent loop gave images or videos to the chat template")
-        arguments = {**(self.config.data.apply_chat_template_kwargs or {}), **({"tools": list(tools)} if tools else {})}
-        text = chat_text(self.tokenizer, messages, **arguments)
+        given = dict(self.config.data.apply_chat_template_kwargs or {})
+        text = chat_text(self.tokenizer, messages, **given, **({"tools": list(tools)} if tools else {}))
         if remove_system_prompt:
-            empty = {"role": "user", "content": ""}
-            once, twice = (chat_text(self.tokenizer, [empty] * n, add_generation_prompt=False) for n in (1, 2))
+            chats = ([{"role": "user", "content": ""}] * number for number in (1, 2))
+            once, twice = (
+                chat_text(self.tokenizer, chat, **given | {"add_generation_prompt": False}) for chat in chats
+            )
             text = text.removeprefix(once[: 2 * len(once) - len(twice)])
         return [int(token) for token in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
 

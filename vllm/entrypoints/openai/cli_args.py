@@ -172,7 +172,9 @@ def parse_args(
         description="Serves the model in directory MODEL under OpenAI's HTTP interface.",
         allow_abbrev=False,
     )
-    _add_fields(parser.add_argument_group("server"), ServerArgs)
+    server_group = parser.add_argument_group("server")
+    server_group.add_argument("--config", metavar="FILE", help="YAML file of options, of which those given here count")
+    _add_fields(server_group, ServerArgs)
     _add_fields(parser.add_argument_group("engine (EngineArgs)"), EngineArgs)
     others = {name: known for name, known in {**CLIENT_ARGS, **SERVER_ONLY}.items() if name not in _fields(ServerArgs)}
     _add_client_args(parser.add_argument_group("options of vLLM that change nothing here, or are refused"), others)
