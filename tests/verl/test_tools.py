@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from tests.published import tokenizer_folder
 from verl.experimental.agent_loop.tool_environment import ToolEnvironment
 from verl.tools.calculator import computed
 from verl.trainer.config import load_config
-from verl.trainer.preflight import plugin_problems
+from verl.trainer.preflight import plugin_problems, tool_warnings
 from verl.utils.reward_score.sandbox import missing_protection
 from verl.workers.rollout.environment_host import host_settings, tool_entries
 
@@ -149,6 +150,20 @@ def test_settings_of_a_run_name_the_tools_and_what_is_wrong_with_them(tmp_path: 
             tool_entries(str(file))
     file.write_text("tools:\n  - class_name: verl.tools.calculator.Missing\n")
     assert any("Missing" in problem for problem in plugin_problems(config))
+
+
+def test_a_template_that_shows_no_tools_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "tools.yaml"
+    file.write_text("tools:\n  - class_name: verl.tools.calculator.CalculatorTool\n")
+    found = {}
+    for name in ("qwen3", "deepseek_v3"):
+        model = f"actor_rollout_ref.model.path={tokenizer_folder(name)}"
+        found[name] = list(
+            tool_warnings(load_config([f"{TURNS}.enable=true", f"{TURNS}.tool_config_path={file}", model]))
+        )
+    assert found["qwen3"] == [] == list(tool_warnings(load_config([])))
+    [warning] = found["deepseek_v3"]
+    assert "shows the model no tools" in warning
 
 
 def test_several_turns_need_one_environment() -> None:

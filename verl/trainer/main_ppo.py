@@ -79,7 +79,9 @@ def main(argv: Sequence[str] | None = None, config_name: str = PROGRAM_CONFIG_NA
     except ValueError as error:
         print(error, file=sys.stderr)
         return EXIT_BAD_INPUT
-    for warning in config_warnings(config):
+    from verl.trainer.preflight import tool_warnings
+
+    for warning in (*config_warnings(config), *tool_warnings(config)):
         logger.warning(warning)
     try:
         return 0 if args.check else run_ppo(config)

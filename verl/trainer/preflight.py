@@ -166,6 +166,23 @@ def _environment_problems(config: PPOTrainerConfig) -> Iterator[str]:
         yield text if where in text else f"actor_rollout_ref.rollout.{where}: {text}"
 
 
+def tool_warnings(config: PPOTrainerConfig) -> Iterator[str]:
+    """Tools of which the chat template does not tell the model, of a run that has no problems."""
+    settings = host_settings(config)
+    if settings is None:
+        return
+    environment = load_environment(settings.environment)(**settings.environment.kwargs)
+    if not (tools := list(getattr(environment, "tools", ()))):
+        return
+    tokenizer = hf_tokenizer(settings.model_path, correct_pad_token=False)
+    chat, given = [{"role": "user", "content": "?"}], settings.template_kwargs
+    if chat_text(tokenizer, chat, **given) == chat_text(tokenizer, chat, tools=tools, **given):
+        yield (
+            f"the chat template of {settings.model_path} shows the model no tools: the prompts must tell of them, or "
+            "give a template that does (data.apply_chat_template_kwargs.chat_template)"
+        )
+
+
 def _data_problems(config: PPOTrainerConfig) -> Iterator[str]:
     """Files in another form than that of the data set."""
     if config.data.custom_cls.path is not None:
