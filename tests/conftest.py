@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from hypothesis import settings
 
 from tests.compiler import HAS_COMPILER, REASON, REMEDY, UNCOMPILED, builds_kernels
 from tests.left_out import LEFT_OUT
@@ -27,6 +28,9 @@ LEFT_OUT_KEYS = {"left_out": LEFT_OUT, "uncompiled": UNCOMPILED}
 # Python's own helpers end by themselves with the process that started them. Ranks forked by the server of
 # tests/parallel/launcher.py carry its command line too, so only this process's own children count as helpers.
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+
+settings.register_profile("tests", deadline=None)  # a slow example on a busy machine is no failure; not in ranks
+settings.load_profile("tests")
 
 # Triton's kernels are interpreted, because tests need no GPU. Triton reads this when it is imported, which the conftest
 # of a folder below does.

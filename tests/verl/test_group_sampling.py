@@ -171,7 +171,7 @@ def first_groups(engine: Lengths, same: Sequence[int], slots: int, wanted: int, 
 
 # The second sample of prompt 13 holds the slot that 14 waits for; an engine without slots is done with 14 before it.
 @example([(1, 1)] * 12 + [(1, 4), (5, 4)] + [(1, 1)] * 26, set(range(11)), (4, 1, 0, 3, 4, 1, 0, 4), 2)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.tuples(*[st.integers(1, 20)] * N), min_size=40, max_size=40),
     st.sets(st.integers(0, 15)),

@@ -21,7 +21,7 @@ TEXTS = st.lists(HARD | st.characters(exclude_categories=["Cs"]), max_size=12).m
 NASTY = "/tmp/实验 b/josé's \\ \\' $x ${y} \\${z} {a:b}[1],c=d#%é\\"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(TEXTS)
 def test_any_text_comes_back(text: str) -> None:
     parsed = OverridesParser.create().parse_override(override("a.b", text)).value()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from verl.trainer.ppo.schedules.staleness import StalenessLedger
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     b=st.integers(1, 5),
     k=st.integers(1, 3),

@@ -265,7 +265,6 @@ def run_traffic(num_examples: int) -> None:
         settings=settings(
             max_examples=num_examples,
             stateful_step_count=40,
-            deadline=None,
             derandomize=True,
             database=None,
             suppress_health_check=checks,

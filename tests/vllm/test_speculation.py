@@ -135,7 +135,6 @@ def test_any_requests_end_as_without_drafts(path: str, method: str, way: dict[st
     @settings(
         max_examples=6,
         derandomize=True,
-        deadline=None,
         database=None,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
