@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vllm.utils.markers import num_begun
+
 
 @dataclass(frozen=True)
 class FunctionCall:
@@ -25,13 +27,9 @@ class FunctionCall:
         except (ValueError, RecursionError):
             return False
 
-    def as_message(self, number: int) -> dict[str, Any]:
+    def as_message(self, call_id: str) -> dict[str, Any]:
         """In the form of OpenAI's ``tool_calls``."""
-        return {
-            "id": f"call_{number}",
-            "type": "function",
-            "function": {"name": self.name, "arguments": self.arguments},
-        }
+        return {"id": call_id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 class ToolParser(ABC):
@@ -60,8 +58,7 @@ class ToolParser(ABC):
         places = [place for start in self.starts if (place := text.find(start)) >= 0]
         if places:
             return min(places)
-        held = (n for start in self.starts for n in range(len(start) - 1, 0, -1) if text.endswith(start[:n]))
-        return len(text) - max(held, default=0)
+        return len(text) - num_begun(text, *self.starts)
 
     def parts(self, token_ids: Sequence[int], start: str, end: str) -> tuple[str, list[str]]:
         """The text outside and the texts between the markers.

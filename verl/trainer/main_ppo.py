@@ -72,16 +72,16 @@ def main(argv: Sequence[str] | None = None, config_name: str = PROGRAM_CONFIG_NA
                 logger.info("\n  ".join(["defaults of verl v0.9.0 that are others here:", *lines]))
             return 0
         from verl.trainer.device_room import fit_to_devices
+        from verl.trainer.preflight import tool_warnings
 
         config, line = fit_to_devices(config)
         if line:
             logger.warning(line)
+        warnings = [*config_warnings(config), *tool_warnings(config)]
     except ValueError as error:
         print(error, file=sys.stderr)
         return EXIT_BAD_INPUT
-    from verl.trainer.preflight import tool_warnings
-
-    for warning in (*config_warnings(config), *tool_warnings(config)):
+    for warning in warnings:
         logger.warning(warning)
     try:
         return 0 if args.check else run_ppo(config)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from vllm.utils.markers import num_begun
+
 START, END = "<think>", "</think>"
 
 
@@ -42,7 +44,7 @@ class DeepSeekR1ReasoningParser:
         if end:
             self.is_answering = True
         elif not is_last:
-            held = next((n for n in range(len(END) - 1, 0, -1) if thought.endswith(END[:n])), 0)
+            held = num_begun(thought, END)
             thought, self._pending = thought[: len(thought) - held], thought[len(thought) - held :]
         return thought, answer
 

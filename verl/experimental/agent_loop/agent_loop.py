@@ -21,6 +21,7 @@ from verl.experimental.agent_loop.environment import Message
 from verl.utils.import_utils import import_external_libs, load_extern_type
 from verl.utils.registry import Registry
 from verl.utils.tokenizer import hf_tokenizer
+from verl.workers.config.multi_turn import SINGLE_TURN
 
 AGENT_LOOPS: Registry[type[AgentLoopBase]] = Registry(
     "actor_rollout_ref.rollout.agent.default_agent_loop, or agent_name of a row", "agent loop"
@@ -119,7 +120,7 @@ class AgentLoopBase:
         return [int(token) for token in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
 
 
-@register("single_turn_agent")
+@register(SINGLE_TURN)
 class SingleTurnAgentLoop(AgentLoopBase):
     """One answer to the prompt, for the rows of a data set that ask for no other loop."""
 
@@ -216,7 +217,6 @@ class AgentLoopEnvironment:
             ``model.external_lib`` may register loops.
     """
 
-    is_deterministic = True
     takes_token_ids = True
     writes_rows = True
 

@@ -127,7 +127,7 @@ class _Host:
         if self._parser is None:
             return {"role": "assistant", "content": str(content)}
         text, calls = self._parser.extract_tool_calls(token_ids)
-        as_message = [call.as_message(number) for number, call in enumerate(calls)]
+        as_message = [call.as_message(f"call_{number}") for number, call in enumerate(calls)]
         return {"role": "assistant", "content": text, **({"tool_calls": as_message} if calls else {})}
 
     @property

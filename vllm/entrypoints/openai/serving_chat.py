@@ -187,9 +187,8 @@ class _ChatAnswer(AnswerBuilder[ChatCompletionRequest]):
         held.is_begun = held.is_begun or bool(shown.strip())
         found = []
         for number, call in enumerate(calls[:1] if self.body.parallel_tool_calls is False else calls):
-            function = {"name": call.name, "arguments": call.arguments}
             index = number if self.body.stream else None
-            found.append(ToolCall(index=index, id=f"call_{uuid.uuid4().hex}", function=function))
+            found.append(ToolCall(index=index, **call.as_message(f"call_{uuid.uuid4().hex}")))
         return shown, found
 
     def _calls(self, parser: ToolParser, index: int) -> list[FunctionCall]:
